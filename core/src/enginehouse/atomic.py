@@ -16,13 +16,12 @@ _numbers = itertools.count()
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Replace the file `path` by a text, or the concatenation of texts, in one step. A reader sees the old file or the
-    new.
+    """Write text, or a series of texts, to the file `path` in one step. A reader sees the old file or the new file.
 
     Characters that UTF-8 cannot encode, such as half a surrogate pair from a file name, are escaped.
 
     Raises:
-        OSError: if it could not be written. The former file is unchanged, and nothing else is left.
+        OSError: the file could not be written. The old file is unchanged, and no other file is left.
     """
     staging = _staging(path)
     try:
@@ -38,19 +37,19 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 
 
 def staging_path(path: Path) -> Path:
-    """Return a unique path beside `path` to write a directory at, which then moves to `path` in one step.
-
-    Its parent exists, and it does not.
-    """
+    """Return a new path beside `path`, where a caller writes a directory before `move_into_place`. Makes the parent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return _staging(path)
 
 
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
-    """Move the directory `staging` to `path`, replacing what was there, once all of it is on disk if `to_disk`.
+    """Move the directory `staging` to `path`, and replace the old content of `path`.
 
-    Meanwhile the former content is beside it as `.<name>.replaced`. If the renaming fails, it is put back. If the
-    process is killed meanwhile, `find_set_aside` finds it and `clear_partial` puts it back.
+    The old content is beside `path` as `.<name>.replaced` during the move, and is put back if the move fails. If the
+    process is killed during the move, `find_set_aside` finds the old content and `clear_partial` puts it back.
+
+    Args:
+        to_disk: write all of `staging` to disk before the move.
     """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
@@ -58,7 +57,7 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
         _entries_to_disk(Path(directory))
     replaced = _replaced(path)
     try:
-        if path.exists():  # else what an earlier attempt set aside is all there is
+        if path.exists():  # else `replaced` may be the only copy, from an earlier attempt
             _remove(replaced)
             os.rename(path, replaced)
         os.rename(staging, path)
@@ -71,16 +70,14 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
 
 
 def find_set_aside(path: Path) -> Path | None:
-    """Return the former content of `path`, if `path` is missing because a process was killed while replacing it."""
+    """Return the old content of `path`, if `path` is missing because a process was killed in `move_into_place`."""
     replaced = _replaced(path)
     return replaced if replaced.is_dir() and not path.exists() else None
 
 
 def clear_partial(directory: Path) -> None:
-    """Put back in `directory` what interrupted replacements set aside, and delete their other remains.
-
-    Never fails: what cannot be put back or deleted stays. No other process may be writing.
-    """
+    """Put back all content in `directory` that a killed `move_into_place` set aside, and delete partly written content.
+    It never fails, and leaves whatever it cannot move or delete. No other process may write in `directory`."""
     for remains in directory.glob(".*"):
         place = remains.with_name(remains.name.removeprefix(".").removesuffix(".replaced"))
         if find_set_aside(place) != remains:
@@ -93,18 +90,15 @@ def clear_partial(directory: Path) -> None:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, replacing a former one in one step.
-
-    Raises:
-        OSError: if the file system has no symbolic links.
-    """
+    """Make `link` a relative symbolic link to `target`, and replace an existing link in one step. Raises `OSError` if
+    the file system has no symbolic links."""
     staging = _staging(link)
     staging.symlink_to(os.path.relpath(target, link.parent))
     os.replace(staging, link)
 
 
 def _staging(path: Path) -> Path:
-    """Return a name beside `path` that no other writer uses, in this process or another."""
+    """Return a name beside `path` that no other writer uses, neither in this process nor in another."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}-{next(_numbers)}")
 
 

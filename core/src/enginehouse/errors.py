@@ -32,7 +32,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data file is missing or unreadable, or lacks what the config names."""
+    """A data file is missing or unreadable, or lacks a column that the config names."""
 
 
 class SaveError(EnginehouseError):
@@ -48,7 +48,7 @@ class ModelError(UserError):
 
 
 MOST_CHOICES = 20
-"""Number of choices that an error lists. Of more choices it names only the nearest three."""
+"""Maximum number of choices that an error lists. If there are more, it names only the nearest three."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -97,7 +97,7 @@ def describe_os_error(error: BaseException) -> str:
 
 
 def join_problems(problems: Sequence[str], where: str) -> str:
-    """Return all problems as one text, several as a list."""
+    """Return all problems as one text; several problems as a list."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{len(problems)} problems in {where}:\n" + "\n".join(

@@ -1,4 +1,4 @@
-"""JSON of files and messages that others may have damaged."""
+"""JSON of files and messages that may be damaged."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ __all__ = ["decode_json"]
 
 
 def decode_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: if it is not JSON, or nested too deeply for Python.
-    """
+    """Return the value of a JSON text. Raises `ValueError` if the text is not JSON, or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -13,7 +13,7 @@ def exports(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str],
 
     Args:
         package: `__name__` of the package.
-        names: for each module of the package, the names that the package takes from it.
+        names: names that the package exports, by the module that defines them.
     """
     modules = {name: module for module, exported in names.items() for name in exported}
 

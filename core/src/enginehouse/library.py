@@ -1,11 +1,11 @@
-"""The library: starts, places and connects engines by name, for a training loop of your own.
+"""The library: starts, places and connects engines by name, for your own training loop.
 
     with start_engines("model", actor=Engine("torch", {"lr": 1e-6}), rollout=Engine("vllm")) as roles:
         roles.sync.publish(1)  # each replica serves the actor's weights as version 1, verified
         batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=64, n=8))  # prompts as token ids
         metrics = roles.actor.update(batch.with_columns(advantages=advantages), LossSpec("my_module:my_loss"))
 
-A loop imports what it needs from here. The trainer is another program on the same pieces, and is not used.
+A loop imports from this module. The trainer is another program on the same parts, and the library does not use it.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Engine:
     """An engine for a role.
 
     Attributes:
-        backend: name of a backend of `enginehouse plugins list`.
-        options: the backend's own options, which its own class checks.
-        processes: ranks of a training engine, replicas of a rollout engine.
-        model: model that it loads; None: the loop's model.
-        shares: the role in whose processes it lives; None: it has its own. For the rollout, `placement` decides.
-        runtime: the Python environment of its processes, `wanted` of `enginehouse.runtimes.choose_runtime`.
+        backend: name of an engine of `enginehouse plugins list`.
+        options: options of the engine, which its options class checks.
+        processes: number of ranks of a training engine, or of replicas of a rollout engine.
+        model: model to load; None: the model of `start_engines`.
+        shares: role whose processes it shares; None: it has its own. For the rollout, `placement` decides.
+        runtime: Python environment of its processes, as `wanted` of `enginehouse.runtimes.choose_runtime`.
         env: environment variables of its processes.
     """
 
@@ -92,30 +92,31 @@ def start_engines(
     launch: Launch | None = None,
     **others: Engine,
 ) -> Iterator[Roles]:
-    """Check names and options, start engines, connect the actor's weights to the rollout, and end all on the way out.
+    """Check names and options, start the engines, connect the actor's weights to the rollout, and end all engines at
+    exit.
 
     Args:
-        model: the policy's model, or its directory.
-        actor: the training engine of the policy.
-        rollout: the rollout engine; None: nothing is generated.
-        placement: `"colocated"`: the rollout lives in the actor's processes; `"shared"`: it takes turns with the actor
+        model: model of the policy, or its directory.
+        actor: training engine of the policy.
+        rollout: rollout engine; None: no responses are generated.
+        placement: `"colocated"`: the rollout runs in the actor's processes; `"shared"`: it takes turns with the actor
             on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has its own devices; `"auto"`:
-            colocated if it can be, else separate.
+            colocated if possible, else separate.
         transport: name of the weight transport; `"auto"`: the plugins choose it by the placement.
         effect_check_every: weight updates between effect checks, if the rollout can score prompts; 0 for none.
         probe: token ids of the sequences of the effect check.
-        launch: options of starting processes; None: by Ray, on the GPUs of this machine if there are any.
-        others: training engines of further roles, as `critic` or `reference`; they are in `Roles.groups`.
+        launch: options of starting processes; None: by Ray, on this machine's GPUs if there are any.
+        others: training engines of further roles, such as `critic` or `reference`, which are in `Roles.groups`.
 
     Yields:
         The roles: `actor` (a `WorkerGroup` of `TrainWorker`s), `rollout` (a `RolloutFleet`), `sync` (a `WeightSync`)
-        and `groups`.
+            and `groups`.
 
     Raises:
-        UserError: an unknown backend or transport, options that it does not take, or a placement that cannot be.
+        UserError: an engine or transport is unknown, an engine rejects an option, or the placement is impossible.
         PlacementError: the cluster does not have the processes or devices.
-        WorkerError: an engine could not be started, for example because there is no such model.
-        WeightSyncError: the weights cannot be brought to the rollout.
+        WorkerError: an engine could not be started, for example because the model does not exist.
+        WeightSyncError: the weights cannot be sent to the rollout.
     """
     if placement not in PLACEMENTS:
         raise UserError(f"unknown placement {placement!r}. {nearest(placement, PLACEMENTS)}")
@@ -142,15 +143,15 @@ def start_engines(
 
 
 def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
-    """Return the plan of a role, in separate processes unless the engine shares another's."""
+    """Return the plan of a role, in separate processes unless the engine shares those of another role."""
     kind: Literal["train", "rollout"] = "rollout" if name == "rollout" else "train"
     record: Backend = plugins().get(kind, engine.backend, elsewhere=True)
     model = engine.model or policy
     options = _check_options(name, engine, record, model, launch)
-    if options.servers():  # engines that run already
+    if options.servers():  # the engines run already
         record = replace(record, requires=())
     elif engine.runtime == "auto" and not record.runtimes:
-        plugins().get(kind, engine.backend)  # says what has to be installed
+        plugins().get(kind, engine.backend)  # raises an error that names the missing packages
     interpreter = choose_runtime(record, engine.runtime, launch.device)
     if interpreter.python is not None and launch.launcher == "inline":
         raise UserError(
@@ -172,11 +173,7 @@ def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> 
 
 
 def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec, launch: Launch) -> EngineOptions:
-    """Return an engine's options, checked and complete.
-
-    Raises:
-        UserError: the backend does not take them with this dtype, device or number of processes.
-    """
+    """Return an engine's options, complete. Raise a `UserError` if they do not fit the dtype, device or processes."""
     schema: type[EngineOptions] = resolve(record.options)
     try:
         options = schema.model_validate(dict(engine.options)).for_device(launch.device)
@@ -199,11 +196,7 @@ def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec,
 def _lives_with_actor(
     placement: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch
 ) -> bool:
-    """Return True if the rollout lives in the actor's processes.
-
-    Raises:
-        UserError: the placement cannot be.
-    """
+    """Return True if the rollout runs in the actor's processes. Raise a `UserError` if the placement is impossible."""
     if placement == "shared" and launch.launcher == "inline":
         raise UserError("an inline run has one process, in which nobody takes turns; leave placement at 'auto'")
     if placement not in ("auto", "colocated"):
@@ -217,11 +210,7 @@ def _lives_with_actor(
 
 
 def _choose_transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
-    """Return the name of the weight transport between actor and rollout.
-
-    Raises:
-        UserError: there is none of that name, or none that reaches the rollout.
-    """
+    """Return the name of the weight transport. Raise a `UserError` if it is unknown, or none reaches the rollout."""
     if name != "auto":
         if plugins().is_name(name):
             plugins().get(Transport, name)

@@ -1,4 +1,4 @@
-"""Use of transformers without its output on the terminal."""
+"""Runs transformers without its output on the terminal."""
 
 from __future__ import annotations
 

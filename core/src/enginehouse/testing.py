@@ -1,4 +1,4 @@
-"""Old addresses of the suites of contract 1.0. They are in `enginehouse_testing` now, from enginehouse-testing."""
+"""Old addresses of the suites of contract 1.0, which are in `enginehouse_testing` (enginehouse-testing) now."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""The terminal for tables."""
+"""Tables and status lines on the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 COLOURS = {
     "ok": "green", "requirements missing": "yellow", "stale": "yellow", "being made": "yellow", "blocked": "dim",
 }  # fmt: skip
-"""Colours of states of plugins and runtimes. Others are red."""
+"""Colours of states of plugins and runtimes. All other states are red."""
 
 
 def terminal() -> Console:
-    """Return a console for standard output. A pipe has no width, and rich would use 80 columns."""
+    """Return a console for standard output. It is 140 columns wide on a pipe, where rich would use 80."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
@@ -26,7 +26,7 @@ def terminal() -> Console:
 
 
 def show_what_is_checked() -> None:
-    """On a terminal, show the current check of a config as a line on standard error, which is removed at the end."""
+    """Show the current check of a config in a status line on standard error, if that is a terminal."""
     import logging
 
     class StatusLine(logging.Handler):
@@ -43,14 +43,14 @@ def show_what_is_checked() -> None:
 
 
 def escape(text: str) -> str:
-    """Return text that rich does not read as markup."""
+    """Escape text so that rich does not read it as markup."""
     from rich import markup
 
     return markup.escape(text)
 
 
 def colour_state(state: str) -> str:
-    """Return rich markup of a state."""
+    """Return a state as coloured rich markup."""
     return f"[{COLOURS.get(state, 'red')}]{state}[/]"
 
 

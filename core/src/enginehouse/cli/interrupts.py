@@ -1,4 +1,4 @@
-"""Signals that end a run. The first ends it in order; the second, or a timeout, ends it at once."""
+"""Signals that end a run. The first signal ends the run in order; a second signal or a timeout kills the process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 EXIT_CODE = 130
 """Exit code of a shell for a program ended by Ctrl-C."""
 GRACE_SECONDS = 8.0
-"""Default time limit for an orderly end."""
+"""Default time limit for an orderly end of the run."""
 LAST_WORDS_SECONDS = 1.0
-"""Time limit of `before_force`, which may need a lock of the very thread that is stuck."""
+"""Time limit of `before_force`. It may need a lock that the stuck main thread holds."""
 ECHO_SECONDS = 1.0
-"""Time within which a repeated signal counts as the same, because `timeout` and a closed terminal send it twice."""
+"""Time within which a repeated signal counts as the same. `timeout` and a closed terminal send a signal twice."""
 KEY_ECHO_SECONDS = 0.2
-"""The same for SIGINT, which may be a key. Nobody presses it twice within this time."""
+"""The same time for SIGINT, which may be Ctrl-C. Nobody presses Ctrl-C twice within this time."""
 
 _ENDED = 0
 
@@ -36,15 +36,15 @@ _ENDED = 0
 class Interrupts:
     """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
 
-    A second signal kills all child processes and this one. So does `grace_seconds` without an end of the context,
-    unless the first signal was Ctrl-C. This works even if the main thread is in native code and runs no Python.
+    A second signal kills this process and all its children. So does a context that does not end within `grace_seconds`
+    of the first signal, unless that signal was Ctrl-C. The kill also works while the main thread runs native code.
 
     Args:
-        before_force: called before the kill, in its own thread, for at most `LAST_WORDS_SECONDS`. It resets the
+        before_force: called before the kill in a separate thread, for at most `LAST_WORDS_SECONDS`. It resets the
             terminal and reports what was saved. It may fail or hang.
         grace_seconds: time limit for an orderly end after a signal other than Ctrl-C.
-        last_program: returns a Python module and its arguments, which replace this process after the kill, with the
-            exit code as first argument. If it is None or returns None, the process exits.
+        last_program: returns a Python module and its arguments. That program replaces this process after the kill, and
+            gets the exit code as its first argument. If it is None or returns None, the process exits.
 
     Attributes:
         number: the first signal; None before it.
@@ -65,13 +65,13 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a shell for a program ended by that signal."""
+        """Exit code that a shell reports for a program ended by signal `number`."""
         return 128 + self.number if self.number else EXIT_CODE
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             note_signal(None)
-            # Python writes each signal's number here as it arrives, whatever the main thread is doing.
+            # Python writes each signal's number to this socket as the signal arrives, whatever the main thread does.
             self._arrivals, self._wakeup = socket.socketpair()
             self._wakeup.setblocking(False)
             self._former_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -82,9 +82,9 @@ class Interrupts:
         return self
 
     def record_end(self) -> bool:
-        """Stop signals from raising, because the end is being recorded. Return True if one came before.
+        """Stop signals from raising, because the caller records the run's end. Return True if a signal came before.
 
-        A first signal still starts the grace period, and a second one still ends it.
+        A first signal still starts the grace period, and a second signal still kills the process.
         """
         has_raised, self._has_raised = self._has_raised, True
         self._recorded = True
@@ -104,10 +104,10 @@ class Interrupts:
         if self._notice is not None:
             self._notice.join(ECHO_SECONDS)
         if self._recorded:
-            atexit.register(_ignore_signals)  # Ray's shutdown may take a second, and nothing is left to end
+            atexit.register(_ignore_signals)  # Ray's shutdown may take a second
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, once. The watcher handles further signals."""
+        """Raise in the main thread, once. The thread `_watch` handles later signals."""
         if not self._has_raised:
             self._has_raised = True
             self.number = self.number or number
@@ -115,12 +115,12 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Wait for the end of the context. Force it after a second signal or the grace period."""
+        """Wait for the end of the context, and kill the process after a second signal or the grace period."""
         first = self._next(None)
         if first == _ENDED:
             return
         arrival, self.number = time.monotonic(), self.number or first
-        # In a thread, because a blocked terminal would hold this one up.
+        # A separate thread, because a blocked terminal would block this thread.
         self._notice = threading.Thread(target=_write_notice, name="interrupt-notice", daemon=True)
         self._notice.start()
         until = None if first == signal.SIGINT else arrival + self._grace_seconds
@@ -132,7 +132,7 @@ class Interrupts:
         self._force()
 
     def _next(self, seconds: float | None) -> int | None:
-        """Return the next of `SIGNALS`, or `_ENDED`; None if none comes in time."""
+        """Return the next of `SIGNALS`, or `_ENDED`; None after `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             timeout = None if until is None else until - time.monotonic()
@@ -154,7 +154,7 @@ class Interrupts:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         with contextlib.suppress(Exception):
-            if program := self._last_program():  # it replaces even our stuck threads
+            if program := self._last_program():  # exec also ends stuck threads
                 module, *arguments = program
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the program has handlers
                 os.execv(sys.executable, [sys.executable, "-m", module, str(self.exit_code), *arguments])
@@ -175,13 +175,13 @@ def _ignore_signals() -> None:
 
 
 def _write_notice() -> None:
-    # Not print: the interrupted thread may be inside a write to the same stream. The terminal may be closed.
+    # Not print, because the interrupted thread may be inside a write to the same stream. The terminal may be closed.
     with contextlib.suppress(OSError):
         os.write(2, b"\nInterrupted: ending the run. Once more ends it at once.\n")
 
 
 def _drop_wakeup() -> None:
-    """Stop a forked child, which has our handlers, from reporting its signals to us."""
+    """Stop a forked child from writing its signals to this process's socket. The child inherits the handlers."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 

@@ -1,4 +1,4 @@
-"""The command line: one file per command, imported when used, so that `--help` answers at once."""
+"""The command line. Each command has its own file, which is imported when used so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from enginehouse.errors import EnginehouseError, UserError, nearest
 
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
 WHOLE_SENTENCE = 1000
-"""Limit of a command's summary in characters; `--help` wraps a long summary instead of cutting it off."""
+"""Limit of a command's summary in characters, so large that `--help` wraps a long summary instead of cutting it off."""
 
 
 class Lazy(NamedTuple):
-    """A command that is not imported yet: `"module:attribute"` and its line in `--help`."""
+    """A command that is not imported yet, as `"module:attribute"` and its line in `--help`."""
 
     reference: str
     help: str
@@ -53,15 +53,15 @@ SECTIONS = {
 class LazyGroup(click.Group):
     """A group that imports a command when it is used, and asks plugins for commands only if needed.
 
-    Commands of enginehouse itself, such as the trainer's, come first, and no other may take their names. Errors raised
-    on purpose end here: only their message on stderr, with exit code 2 for a user's mistake and 1 for others. `--debug`
+    Commands of enginehouse packages come first, and other packages cannot take their names. The group prints the
+    message of an `EnginehouseError` on stderr, and exits with code 2 for a user's mistake and 1 otherwise. `--debug`
     adds the traceback.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lazy: dict[str, Lazy] = {}
-        self._added = f"commands of {id(self)}"  # key in `Context.meta` of the added commands: "enginehouse's" or "all"
+        self._added = f"commands of {id(self)}"  # key in `Context.meta`, with value "enginehouse's" or "all"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._add_plugins_commands(ctx)
@@ -84,12 +84,12 @@ class LazyGroup(click.Group):
         super().add_command(cmd, name)
 
     def add_lazy_command(self, name: str, reference: str, help: str) -> None:
-        """Add a command that is imported when used: `"module:attribute"`, and its line in `--help`.
+        """Add the command `"module:attribute"` with its line in `--help`, and import it when it is used.
 
         A name of two words, such as `"plugins doctor"`, is a command of a group.
 
         Raises:
-            ValueError: if the name is taken.
+            ValueError: the name is taken.
         """
         self._check_free(name)
         self.lazy[name] = Lazy(reference, help)
@@ -115,7 +115,7 @@ class LazyGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         code: object = 1
-        if isinstance(sys.stdout, io.TextIOWrapper):  # output that cannot be encoded must not end a run
+        if isinstance(sys.stdout, io.TextIOWrapper):  # text that the terminal cannot encode must not end a run
             sys.stdout.reconfigure(errors="replace")
         try:
             return super().main(*args, **kwargs)
@@ -156,11 +156,7 @@ class LazyGroup(click.Group):
 
 
 def refuse_tool_command(command: str) -> None:
-    """Raise an error that names the package of an unknown command, if a package of enginehouse has it.
-
-    Raises:
-        UserError: if one has it.
-    """
+    """Raise a `UserError` that names the enginehouse package of an unknown command, if a package has it."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.first_party import TOOLS, pip_line
 
@@ -173,7 +169,7 @@ def refuse_tool_command(command: str) -> None:
 
 
 def _leave_what_hangs(code: int) -> None:
-    """Exit without the shutdown of Ray or a tracker if it hung before, because it would hang again."""
+    """Exit with `code` without the shutdown of Ray or a tracker, if that shutdown hung before and would hang again."""
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
 """`enginehouse plugins list|show`: the installed plugins, their states and their declarations.
 
-Neither torch nor ray nor an engine is imported. `show` imports a backend's options for their schema, and a function
-that is requested by name for its arguments.
+The commands import neither torch nor ray nor an engine. `show` imports an engine's options to print their schema, and a
+function to print its arguments.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from enginehouse.plugin.options_schema import Option
 
 ARGUED = (Function, Environment, Tracker)
-"""Records that take arguments by name."""
+"""Records whose arguments a config gives by name."""
 
 
 class _Group(click.Group):
-    """These commands, and `doctor` from enginehouse-testing.
+    """The commands of `enginehouse plugins`, including `doctor` from enginehouse-testing.
 
-    Only that package is loaded for it, because any other may be the one to examine, and may end the process that loads
+    It loads only that package to find `doctor`, because any other plugin may be broken and end the process that loads
     it.
     """
 
@@ -123,7 +123,7 @@ def show(name: str) -> None:
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
-    """Return the state of a record, and a line on it unless it is `"ok"` in this environment."""
+    """Return a record's state, and a line that explains any state but a plain `"ok"`."""
     record, plugin = provided
     missing = manager.missing(record)
     if not missing:
@@ -134,7 +134,7 @@ def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
 
 
 def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, str]]:
-    """Yield each thing with a problem and the problem in one line."""
+    """Yield each plugin or record that has a problem, with the problem in one line."""
     for plugin in manager.plugins:
         owner = f"{plugin.name} ({plugin.distribution})"
         if plugin.problem:
@@ -145,7 +145,7 @@ def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, s
     for provided in manager.providers(kind):
         state, why = record_state(manager, provided)
         line = f"{state}: {why}"
-        # a plugin's training and rollout backend often lack the same requirement
+        # a plugin's training and rollout engine often lack the same requirement
         if state != "ok" and line not in lines and not provided.plugin.internal:
             lines.add(line)
             yield f"{provided.record.name} ({provided.plugin.distribution})", line
@@ -199,7 +199,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
-    """Return names of records that are no backends, by kind, and of observed events, with owners other than core."""
+    """Return, by kind, the names of observed events and of all records but engines, with owners other than core."""
     names: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):
@@ -212,7 +212,6 @@ def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
 
 
 def _observed_events(plugin: Plugin) -> list[str]:
-    """Return the events that a plugin observes."""
     names = (hook.removeprefix(PREFIX) for hook in plugin.hooks)
     return [name for name in names if name in EVENTS]
 
@@ -267,7 +266,7 @@ def _show_options(console: Console, backend: Backend) -> None:
 
 
 def _show_arguments(record: Function | Environment | Tracker) -> None:
-    """Show the arguments that a config may give, for example to a loss or a tracker. Its code is imported."""
+    """Import the record's function, and show the arguments that a config may give it."""
     from enginehouse.plugin import ResolveError, resolve
     from enginehouse.plugin.arguments import KL_ARGUMENTS, arguments_of
 

@@ -1,4 +1,4 @@
-"""`enginehouse runtime create|list|remove|doctor`: separate Python environments for engines."""
+"""`enginehouse runtime create|list|remove|doctor`: Python environments for engines."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def doctor(name: str | None) -> None:
 
 
 def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
-    """Return the state of a runtime after a check of its interpreter."""
+    """Return the state of a runtime, and check its interpreter and a worker in it if the state is ok."""
     from enginehouse.runtimes.probe import check_interpreter, check_worker
 
     manifest = runtime.manifest
@@ -155,7 +155,7 @@ def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
 
 
 def _record(manager: PluginManager, backend: str) -> Backend | None:
-    """Return the backend of a name that has runtimes, the rollout backend first."""
+    """Return the engine of this name that has runtimes. A rollout engine comes first."""
     for kind in ("rollout", "train"):
         for provided in manager.providers(kind, backend) if backend else ():
             if isinstance(provided.record, Backend) and provided.record.runtimes:
@@ -174,7 +174,7 @@ def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> 
 
 
 def _make_with_progress(recipe: RuntimeRecipe, name: str | None) -> Runtime:
-    """Make a runtime. Show each step and its seconds; on a terminal also its output and the elapsed time."""
+    """Make a runtime. Print each step and its seconds; a terminal also shows pip's output and the elapsed time."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -204,7 +204,7 @@ def _make_with_progress(recipe: RuntimeRecipe, name: str | None) -> Runtime:
 
 
 def _when_used(record: Backend) -> str:
-    """Describe whether a config uses the backend's runtime by default."""
+    """Describe whether a config uses this runtime by default."""
     if any(find_missing(record.requires)):
         return f"It is used wherever a config asks for {record.name!r}"
     return (

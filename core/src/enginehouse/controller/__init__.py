@@ -1,11 +1,12 @@
-"""The single controller: resource pools, worker groups, and how a call spreads over them.
+"""The single controller: resource pools, worker groups, and the dispatch of calls to ranks.
 
-One Python program reads like a single process and drives everything: one controller between roles, SPMD inside a role.
+One Python program reads like a single process and drives all workers. One controller connects the roles, and each role
+runs as SPMD.
 
     with start_ray(), WorkerGroup(ResourcePool([2]), WorkerSpec(Actor, lr=1e-5), name="actor") as actor:
         actor.update(batch)
 
-Importing this imports neither ray nor torch.
+Importing this package imports neither ray nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list of rows of shards that travels in the place of a distributed batch, and how a process reads it."""
+"""The list of rows of shards that travels in place of a distributed batch, and the code that reads these rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 ROWS_OF_A_RUN = 4
-"""Mean length of runs of consecutive rows from which each run is copied as one."""
+"""Least mean length of runs of consecutive rows at which a batch is copied run by run instead of row by row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,9 +25,9 @@ class Piece:
     """Rows of one shard.
 
     Attributes:
-        place: the shard's place; a batch of the sending process is cut to the rows and columns needed.
-        origin: the shard's origin, for messages.
-        rows: the rows; None for all of them.
+        place: the object reference of the shard, or a batch of the sending process that has only the needed rows.
+        origin: the call that made the shard, for messages.
+        rows: the rows; None for all rows.
     """
 
     place: Any
@@ -35,7 +35,7 @@ class Piece:
     rows: np.ndarray | slice | None
 
     def read(self, names: list[str], timeout: float | None) -> tuple[Batch, np.ndarray]:
-        """Return columns of the shard, through this node's object store, and the numbers of the rows in them."""
+        """Read the shard's columns `names` through this node's object store, and return them with the row numbers."""
         import numpy as np
 
         columns = _read(self.place, self.origin, timeout).select(names)
@@ -46,14 +46,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """A list of the pieces of a distributed batch, or of a part of one.
+    """The pieces of a distributed batch, or of a part of one.
 
     Attributes:
-        pieces: the rows of the shards, put end to end.
-        order: the order to arrange these rows in; None: as they are.
+        pieces: rows of shards, which are concatenated.
+        order: order of the concatenated rows; None keeps their order.
         names: the columns, in order.
         added: columns from the controller, in the final order of rows.
-        beside: further columns from other shards, in the final order of rows too.
+        beside: further columns from other shards, in the final order of rows.
     """
 
     pieces: tuple[Piece, ...]
@@ -64,17 +64,14 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel: row numbers, columns from the controller, rows that are in the sending process."""
+        """Bytes of row numbers, columns from the controller, and rows of the sending process."""
         travelling: list[Any] = [self.order, self.added, *(piece.rows for piece in self.pieces)]
         travelling += [self.beside, *(piece.place for piece in self.pieces)]
         return sum(getattr(part, "nbytes", 0) for part in travelling)
 
     def read(self, timeout: float | None = None) -> Batch:
-        """Put the batch together; consecutive rows of one shard are a view of the store.
-
-        Raises:
-            DataLost: a shard no longer exists, or did not come within `timeout` seconds.
-        """
+        """Build the batch. Consecutive rows of one shard are a view of the object store. Raises `DataLost` if a shard
+        no longer exists, or did not arrive within `timeout` seconds."""
         from enginehouse.data import Batch
 
         until = None if timeout is None else time.monotonic() + timeout
@@ -94,7 +91,7 @@ class Assembly:
 
 
 def _arrange(parts: Sequence[tuple[Batch, np.ndarray]], order: np.ndarray | None) -> Batch:
-    """Put rows of batches end to end, and then into another order; None: as they are."""
+    """Concatenate rows of batches, and reorder them by `order`; None keeps their order."""
     import numpy as np
 
     from enginehouse.data import Batch

@@ -1,4 +1,4 @@
-"""Starting Ray on this machine or joining a cluster, quietly, and leaving nothing behind."""
+"""Starts Ray on this machine or joins a cluster, without Ray's notices, and leaves no process or file behind."""
 
 from __future__ import annotations
 
@@ -25,56 +25,55 @@ from enginehouse.controller.ray_access import is_alive, ray_access
 log = logging.getLogger(__name__)
 
 LOGICAL_CPUS = 32
-"""Least CPUs of a machine in Ray's count, however few cores it has: a worker waits more than it computes, and four
-ranks must run on a laptop."""
+"""Least number of CPUs that Ray counts. A worker mostly waits, and four ranks must run on a laptop with few cores."""
 OBJECT_STORE_SHARE, AVAILABLE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.5, 0.8
-"""Most that Ray's object store may take of the machine's memory, of its available memory, and of free /dev/shm. The
-store takes a page when it is written to."""
+"""Largest fractions of the machine's memory, of its available memory and of free /dev/shm that Ray's object store may
+have. The store takes a page of memory only when it writes to it."""
 LEAST_OBJECT_STORE_BYTES = 80 << 20
-"""Ray wants 75 MiB."""
+"""Ray requires 75 MiB."""
 STARTS = 3
-"""Most attempts to start Ray, if its processes do not come up within the 30 s that it gives them."""
+"""Maximum number of attempts to start Ray, if its processes do not start within Ray's own limit of 30 s."""
 LATE = "timed out during startup"
-"""Ray's message then (2.60, `_private/node.py`)."""
+"""Message of Ray (2.60, `_private/node.py`) if its processes do not start in time."""
 TOO_LITTLE = "memory on this node available for tasks and actors"
-"""Ray's message (2.60, `_private/resource_and_label_spec.py`) if the machine's memory is in use."""
+"""Message of Ray (2.60, `_private/resource_and_label_spec.py`) if other programs use the machine's memory."""
 TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
-"""Ray's messages (2.60, `_private/worker.py` and `util/client/worker.py`) if the token is not the cluster's."""
+"""Messages of Ray (2.60, `_private/worker.py`, `util/client/worker.py`) if this process lacks the cluster's token."""
 KNOCK_SECONDS = 10.0
-"""Time a cluster's head node gets to accept a connection."""
+"""Time limit for a connection to a cluster's head node."""
 LONGEST_TEMP_DIR = 40
-"""Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
+"""Limit in characters. The paths of Ray's unix sockets are about 60 longer, and a socket's path may have 107."""
 SHUTDOWN_SECONDS = 10.0
-"""Time Ray gets to end its processes; then they are killed."""
+"""Time that Ray's processes have to end before they are killed."""
 
 SETTINGS = {
-    # No usage report, no console report of errors we report ourselves.
+    # No usage report, and no console report of errors that enginehouse reports.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # No workers in advance: ours have their own environment variables, so Ray uses none of those.
+    # No prestarted workers: workers here have their own environment variables, so Ray could not use them.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-    # No other Ray, started by a call that comes after the end of this one.
+    # No second Ray, which a call after the shutdown would start.
     "RAY_ENABLE_AUTO_CONNECT": "0",
-    # Workers get as much of a busy machine as any program: at Ray's own 15 they starve beside it.
+    # Workers get as much CPU time as any program; with Ray's default of 15 they starve on a busy machine.
     "RAY_worker_niceness": "0",
-    # No record of every call: the control service (GCS) keeps 100,000 of them, and grows for as long.
+    # No record of every call: the control service (GCS) keeps 100,000 records, and its memory grows until then.
     "RAY_task_events_report_interval_ms": "0",
-    # A port that is none: Ray's monitor would serve its figures to everybody, on all addresses.
+    # An invalid port: Ray's monitor would serve its metrics to everybody, on all addresses.
     "AUTOSCALER_METRIC_PORT": "-1",
 }
-"""Environment variables that Ray (2.60) starts with, unless the user has set them."""
+"""Environment variables with which Ray (2.60) starts, unless the user has set them."""
 
 _owned: Cluster | None = None
 
 
 class Cluster:
-    """The Ray cluster this process works on. Made by `start_ray`; a context manager.
+    """The Ray cluster that this process uses. `start_ray` makes it; a context manager.
 
     Attributes:
-        owned: True if `start_ray` started or joined it, so that `shutdown` stops or leaves it.
-        control: the process of its control service (GCS), if it runs on this machine.
+        owned: True if `start_ray` started or joined the cluster, so that `shutdown` stops or leaves it.
+        control: process of the cluster's control service (GCS), if it runs on this machine.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Cluster:
         self._guard = _Guard([process.pid for process in self._processes]) if self._processes else None
 
     def shutdown(self) -> None:
-        """Leave the cluster; stop it if it was started here, until no process of it is left."""
+        """Leave the cluster. If it was started here, stop it and wait for the end of its processes."""
         global _owned
         import ray
 
@@ -118,10 +117,10 @@ class Cluster:
 
 
 class _Guard:
-    """Ends process groups as soon as this process has ended in any way, by a shell that waits for the end of a pipe.
+    """Kills process groups when this process ends for any reason, by a shell that waits for the end of a pipe.
 
-    The kernel ends the processes that this one started. Ray's agents, which raylet starts, would report the end first,
-    and wait a minute for a control service that is gone as well.
+    The kernel ends the processes that this process started. Ray's agents are children of raylet, and would complain and
+    wait a minute for a control service that is gone.
     """
 
     def __init__(self, leaders: list[int]):
@@ -134,12 +133,11 @@ class _Guard:
         os.close(waited_for)
 
     def end(self) -> None:
-        """End the process groups and the shell."""
+        """Kill the process groups and end the shell."""
         self.let_go()
         self._process.wait()
 
     def let_go(self) -> None:
-        """Close this process's end of the pipe."""
         alive, self._alive = self._alive, -1
         if alive >= 0:
             os.close(alive)
@@ -151,16 +149,16 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     If this process is connected to Ray already, nothing changes, and `shutdown` of the returned cluster does nothing.
 
     Args:
-        address: Address of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`). None starts a cluster
-            here, unless this process runs inside a Ray job (`RAY_ADDRESS` is set), whose cluster it then joins.
-        num_cpus: CPUs that Ray counts in a cluster started here; by default this machine's, but at least
+        address: address of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`). None starts a cluster
+            here; inside a Ray job (`RAY_ADDRESS` is set), None joins the job's cluster.
+        num_cpus: CPUs that Ray counts in a cluster started here. The default is this machine's number, but at least
             `LOGICAL_CPUS`.
 
     Raises:
         ControllerError: Ray could not be started or joined.
     """
     global _owned
-    for variable, value in SETTINGS.items():  # read when ray is imported or started
+    for variable, value in SETTINGS.items():  # Ray reads them at its import or start
         os.environ.setdefault(variable, value)
     import ray
 
@@ -174,7 +172,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     address = address or of_variable or None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        # put off: a connection that is only half made crashes the process at its exit
+        # an interrupted connection crashes the process at its exit
         with defer_interrupt(), _beginning():
             _owned = _join(ray, address, quiet) if address is not None else _start(ray, num_cpus, quiet)
     except Exception as error:
@@ -193,7 +191,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
 
 def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdigit():  # Ray itself would try for minutes
+    if colon and port.isdigit():  # Ray would retry for minutes
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
     try:
         ray.init(address=address, **quiet)
@@ -205,7 +203,7 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
 
 
 def _about_tokens() -> str:
-    """Explain why a running cluster may refuse this process."""
+    """Explain why a running cluster may reject this process."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         cure = "another: copy the cluster's ~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH win over it)"
     else:
@@ -217,7 +215,7 @@ def _about_tokens() -> str:
 
 
 def _control_at(address: str) -> psutil.Process | None:
-    """Find the control service that listens at an address, if it is on this machine and visible to this user."""
+    """Return the control service that listens at `address`, if it runs on this machine and this user can see it."""
     host, _, port = address.rpartition(":")
     local_addresses = {interface.address for interfaces in psutil.net_if_addrs().values() for interface in interfaces}
     if host.strip("[]") not in local_addresses:
@@ -265,11 +263,11 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
 
 @contextmanager
 def _beginning() -> Iterator[None]:
-    """Let the processes that Ray starts lead their own sessions, and keep this program's signal handlers.
+    """Make the processes that Ray starts lead their own sessions, and keep this program's signal handlers.
 
-    So a signal to this process's group ends none of them before the run has saved its state. Ray 2.60 starts its
-    processes by `subprocess` with a `preexec_fn`, and so through Python's hooks at a fork. The kernel still ends them
-    with this process.
+    Then a signal to this program's process group does not end Ray before the run has saved its state. Ray 2.60 starts
+    its processes by `subprocess` with a `preexec_fn`, which runs Python's hooks at a fork. The kernel still ends these
+    processes with this process.
     """
     global _begun
     handlers: dict[int, Callable[..., object]] = {}
@@ -284,13 +282,13 @@ def _beginning() -> Iterator[None]:
 
 
 class _Beginning(NamedTuple):
-    """The thread that starts Ray, and the signal handlers the program had before."""
+    """The thread that starts Ray, and the program's former signal handlers."""
 
     thread: int
     handlers: dict[int, Callable[..., object]]
 
     def take_signals_back(self) -> None:
-        """Undo the handler that `ray.init` sets for SIGTERM, which exits wherever the program is."""
+        """Restore the signal handlers. `ray.init` sets a handler for SIGTERM that exits at any place of the program."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
@@ -314,24 +312,24 @@ os.register_at_fork(after_in_child=_in_forked_child, after_in_parent=_after_fork
 
 
 def stop_ray() -> None:
-    """Stop or leave the cluster that `start_ray` started or joined, if any."""
+    """Stop or leave the cluster of `start_ray`, if any."""
     if _owned is not None:
         _owned.shutdown()
 
 
 def is_owned() -> bool:
-    """Return True if `start_ray` started Ray here: a cluster of one node that will not grow."""
+    """Return True if `start_ray` started a cluster here, which has one node and does not grow."""
     return _owned is not None and bool(_owned._processes)
 
 
 def count_cores() -> int:
-    """Return the number of this machine's cores that this process may use."""
+    """Return the number of cores of this machine that this process may use."""
     # macOS has no affinity
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_processes(processes: list[psutil.Process], patience: float) -> None:
-    """Wait for processes to end by themselves, then kill those that have not."""
+    """Wait `patience` seconds for processes to end, then kill those that have not."""
     _, alive = psutil.wait_procs(list(filter(is_alive, processes)), timeout=patience)
     for process in alive:
         if is_alive(process):
@@ -363,13 +361,12 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _short_temp_dir() -> str | None:
-    """Make a directory for Ray's sockets if the path of the machine's own is too long for them; else return None."""
+    """Make a directory for Ray's sockets if the temporary directory's path is too long for them; else return None."""
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return None if len(base) <= LONGEST_TEMP_DIR else tempfile.mkdtemp(prefix="ray-", dir="/tmp")
 
 
 def _object_store_bytes() -> int:
-    """Return the size of Ray's object store."""
     memory = psutil.virtual_memory()
     size = int(min(memory.total * OBJECT_STORE_SHARE, memory.available * AVAILABLE_SHARE))
     with contextlib.suppress(OSError):

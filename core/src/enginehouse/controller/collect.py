@@ -1,4 +1,4 @@
-"""Puts the ranks' results together by a rule: `list`, `first`, `concat`, `distributed` or `merge`."""
+"""Combines the ranks' results by a rule: `list`, `first`, `concat`, `distributed` or `merge`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from enginehouse.controller.shards import Shard, get_last, replace_last
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
-    """Put `parts`, the results of `ranks`, together by a rule of `@register`; `where` is the group, for messages.
-
-    Raises:
-        DispatchError: the results do not fit together.
-    """
+    """Combine `parts`, the results of `ranks`, by a rule of `@register`. `where` is the group's name, for messages.
+    Raises `DispatchError` if the results cannot be combined."""
     if rule == "list":
         return list(parts)
     if rule == "first":
@@ -32,7 +29,7 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
 
 
 def wrap_shard(result: Any) -> Any:
-    """Return one rank's result with a `DistributedBatch` in the place of a shard."""
+    """Replace the last item of a rank's result by a `DistributedBatch`, if it is a shard."""
     if not isinstance(shard := get_last(result), Shard):
         return result
     from enginehouse.controller.distributed import DistributedBatch
@@ -41,11 +38,8 @@ def wrap_shard(result: Any) -> Any:
 
 
 def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
-    """Concatenate batches, lists, tuples, tensors or arrays; None if all are None.
-
-    Raises:
-        DispatchError: some are None and others not, the types differ, or the type cannot be concatenated.
-    """
+    """Concatenate batches, lists, tuples, tensors or arrays; return None if all parts are None. Raises `DispatchError`
+    if only some parts are None, the types differ, or the type cannot be concatenated."""
     if all(part is None for part in parts):
         return None
     kind = type(parts[0])
@@ -68,11 +62,8 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
 
 
 def _of_one_type(arrays: Sequence[Any], ranks: Sequence[int], where: str) -> list[Any]:
-    """Return the arrays that have rows; one made from an empty list has a dtype that says nothing.
-
-    Raises:
-        DispatchError: they differ in dtype; torch and numpy would turn large integers into floats without a word.
-    """
+    """Return the arrays that have rows; the dtype of an array made from an empty list is arbitrary. Raises
+    `DispatchError` if the dtypes differ. torch and numpy would silently turn large integers into floats."""
     filled = {rank: array for rank, array in zip(ranks, arrays) if not array.ndim or len(array)}
     if len({array.dtype for array in filled.values()}) > 1:
         dtypes = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())

@@ -24,25 +24,26 @@ def colocate(
     device: Device = "cpu",
     threads: int = 1,
 ) -> dict[str, WorkerGroup]:
-    """Launch one process a rank, which holds an object for each role, and return a group for each role.
+    """Launch one process per rank, which holds an object of each role, and return a group for each role.
 
-    The roles of a process share one main thread (sync methods of all of them run one after the other, in call
-    order) and one event loop. Objects are built in the order of `specs`. One rendezvous serves all. The
-    processes end when the last of the groups is shut down; a death breaks all of them.
+    The roles of a process share one event loop and one main thread, in which their sync methods run one after the other
+    in call order. A process builds its objects in the order of `specs`. All ranks share one rendezvous. The processes
+    end with the shutdown of the last group. If a process dies, all groups are broken.
 
     Args:
         pool: pool of the processes; the inline launcher needs none.
-        specs: a spec for each role; the role is its group's name.
-        name: the processes' name, for messages about all of them; by default the roles' names joined.
+        specs: a spec for each role. The role is the name of its group.
+        name: name of the processes in messages about all roles; by default the roles' names joined with `+`.
         launcher: `"ray"` or `"inline"`.
         timeout: deadline of a call in seconds.
-        start_timeout: seconds until every object must be built.
-        seed: the run's base seed.
+        start_timeout: seconds within which every object must be built.
+        seed: base seed of the run.
         device: `"cpu"` or `"cuda"`.
         threads: threads of numeric libraries in each process.
 
     Raises:
-        ControllerError: there is no role, roles' process options contradict each other, or the pool cannot be had.
+        ControllerError: `specs` is empty, process options of the roles contradict each other, or the pool is not
+            available.
         WorkerError: an object could not be built.
     """
     if not specs:

@@ -1,4 +1,4 @@
-"""The time that is left until a deadline."""
+"""The time until a deadline."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def seconds_left(until: float | None) -> float | None:
-    """Return the seconds until a time of `time.monotonic()`, at least a tenth; None: there is no limit."""
+    """Return the seconds until `until`, a time of `time.monotonic()`, at least 0.1; None if there is no deadline."""
     return None if until is None else max(until - time.monotonic(), 0.1)

@@ -1,4 +1,4 @@
-"""Turns a call's arguments into one call a rank, by the built-in modes (declared in `plugin.py`) or a plugin's."""
+"""Turns the arguments of a call into one call per rank, by a built-in mode (see `plugin.py`) or a plugin's mode."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PerRank:
-    """One value a rank, for `all_to_all` calls; a plain list is accepted too."""
+    """One value per rank, for `all_to_all` calls, which also accept a plain list."""
 
     def __init__(self, values: Sequence[Any]):
         self.values = list(values)
 
 
 class Same:
-    """One value for every rank, for `all_to_all` calls."""
+    """One value for all ranks, for `all_to_all` calls."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 class Balanced:
-    """A batch for a `dp` call whose rows are dealt to the shards by tokens instead of in equal counts.
+    """A batch for a `dp` call whose rows are split so that the shards have similar numbers of tokens.
 
-    Joined results come back in the order of the batch's rows: lists and tensors with one entry a row, batches with the
-    same number of neighbouring rows a row (responses to a prompt). `collect="list"` and collect functions get the
-    ranks' results in the order of ranks.
+    Joined results come back in the order of the batch's rows. These are lists and tensors with one entry per row, and
+    batches with the same number of neighbouring rows per row (responses to a prompt). `collect="list"` and collect
+    functions get the ranks' results in the order of ranks.
 
     Args:
         batch: a `Batch`, a `DistributedBatch`, or the `Future` of one.
-        by: the ragged column whose lengths count.
+        by: name of the ragged column whose lengths are balanced.
     """
 
     def __init__(self, batch: Any, by: str):
@@ -54,10 +54,10 @@ class Balanced:
 
 
 class Dealt(list[Call | None]):
-    """One call a rank, with rows that were not cut in their order.
+    """One call per rank, for a `Balanced` batch.
 
     Attributes:
-        shards: the batch's rows that each shard holds, int64.
+        shards: row numbers of the batch in each shard, int64.
     """
 
     def __init__(self, calls: Sequence[Call | None], shards: Sequence[np.ndarray]):
@@ -67,17 +67,17 @@ class Dealt(list[Call | None]):
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A dispatch mode with its collection, ready to be used by a group.
+    """A dispatch mode with its collection, as a group uses it.
 
     Attributes:
-        dispatch: `dispatch(group, *args, **kwargs)` returns one `Call` a rank, None for a rank that is not called.
-        collect: `collect(group, outputs, ranks)` with one output a rank and the ranks that answer.
-        returning: ranks whose results the collection reads, or None for all; results of other ranks stay where they
-            are.
-        passes_on: the collection returns one rank's output as it is, so that a reference can stand for it.
+        dispatch: `dispatch(group, *args, **kwargs)` returns one `Call` per rank, or None for a rank that is not called.
+        collect: `collect(group, outputs, ranks)` gets one output per rank, and the ranks that answer.
+        returning: returns the ranks whose results the collection reads. Results of other ranks stay on their workers.
+            None: it reads all results.
+        passes_on: the collection returns one rank's output unchanged, so that a placeholder can replace it.
         awaits_futures: `dispatch` gets the results of `Future`s among the arguments.
-        keeps_back: batches among the results stay where they are; `collect` then gets a `Shard` for each.
-        joins: the collection puts the ranks' results end to end.
+        keeps_back: batches among the results stay on their workers, and `collect` gets a `Shard` for each.
+        joins: the collection concatenates the ranks' results.
     """
 
     dispatch: Callable[..., Sequence[Call | None]]
@@ -102,11 +102,7 @@ def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None
 
 
 def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each rank one entry of each argument.
-
-    Raises:
-        DispatchError: an argument is not a list of `world_size` entries.
-    """
+    """Give each rank one entry of each argument. Raises `DispatchError` unless each has `world_size` entries."""
     size = group.world_size
     spread_args = [_per_rank(value, f"argument {index}", size) for index, value in enumerate(args)]
     spread_kwargs = {name: _per_rank(value, f"argument {name!r}", size) for name, value in kwargs.items()}
@@ -117,11 +113,8 @@ def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | Non
 
 
 def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each data-parallel replica a shard of each batch, and every rank all other arguments.
-
-    Raises:
-        DispatchError: batches of different lengths, several `Balanced`, or a mesh that does not fit the group.
-    """
+    """Give each data-parallel replica a shard of each batch, and every rank all other arguments. Raises `DispatchError`
+    if batches differ in length, several arguments are `Balanced`, or the mesh does not fit the group."""
     layout = group.layout
     deal = _deal([*args, *kwargs.values()], layout.shards)
     args = tuple(value.batch if isinstance(value, Balanced) else value for value in args)
@@ -150,7 +143,6 @@ def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
 
 
 def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
-    """Return the rows of each shard if an argument is `Balanced`, else None."""
     wrappers = [value for value in values if isinstance(value, Balanced)]
     if not wrappers:
         return None
@@ -167,15 +159,7 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
 
 def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
     """Put a result back into the order of a `Balanced` batch, if it has one entry, or k rows of a batch, for each row.
-
-    Args:
-        result: the parts, joined.
-        parts: the results of the shards' ranks.
-        shards: the batch's rows that each shard holds.
-
-    Raises:
-        DispatchError: a batch has another number of rows, so that their order is unknown.
-    """
+    Raises `DispatchError` if a returned batch has another number of rows, so that their order is unknown."""
     entries, sizes = [_entries(part) for part in parts], [len(rows) for rows in shards]
     back = np.argsort(np.concatenate(shards))
     if is_splittable(result):
@@ -199,19 +183,19 @@ def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray
 def _entries(part: Any) -> int | None:
     if isinstance(part, Shard):
         return part.facts.rows
-    with contextlib.suppress(TypeError):  # a tensor or an array of no dimension has a __len__ that raises
+    with contextlib.suppress(TypeError):  # a 0-d tensor or array has a __len__ that raises
         return len(part)
     return None
 
 
 def is_splittable(value: Any) -> bool:
-    """Return True if `dp` splits an argument: it has a length, `split(parts)` and `concat`, as no tensor has."""
+    """Return True if `dp` splits `value`, because it has a length, `split(parts)` and `concat`, as no tensor has."""
     kind = type(value)
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 
 
 def refuse_wrapper(value: Any, call: str) -> None:
-    """Raise a `DispatchError` for an argument that a dispatch mode should have unwrapped."""
+    """Raise a `DispatchError` for a wrapper that the dispatch mode of the call does not unwrap."""
     if isinstance(value, (PerRank, Same)):
         raise DispatchError(
             f"{call} got a {type(value).__name__}, for calls of mode 'all_to_all' alone; other modes give a plain "
@@ -228,15 +212,15 @@ def is_distributed(value: Any) -> bool:
 
 
 def output_ranks(group: WorkerGroup) -> Sequence[int]:
-    """Return the ranks that answer for the shards of the data axis, in the shards' order."""
+    """Return the ranks whose results stand for the shards of the data axis, in the order of the shards."""
     return group.layout.output_ranks
 
 
 def resolve_mode(spec: CallSpec) -> Mode:
-    """Return the mode a method was registered with: the record of a name, or the two functions given in place.
+    """Return the mode with which a method was registered: a record's, or the two functions given to `@register`.
 
     Raises:
-        PluginLookupError: no plugin registered a mode of that name.
+        PluginLookupError: no plugin registered a mode of this name.
         ResolveError: a function of the mode cannot be imported.
     """
     if isinstance(spec.dispatch, Mapping):

@@ -1,7 +1,7 @@
-"""Batches whose rows stay in the processes' shared memory; the controller holds only the columns it plans with.
+"""Batches whose rows stay in the workers' shared memory. The controller holds only the columns that it plans with.
 
 Ray's object store keeps a worker's result once, on the worker's node, where processes read it without a copy. The
-controller knows each shard's row count, the lengths of its ragged columns and its columns of one number a row.
+controller knows the row count of each shard, the lengths of its ragged columns, and its columns of one number per row.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from enginehouse.data.column_kinds import as_names, describe_column, row_index
 from enginehouse.errors import nearest
 
 READ_SECONDS = 120.0
-"""Time the controller waits for a shard to come to its node."""
+"""Time limit for a shard to arrive at the controller's node."""
 
 
 class DistributedBatch:
-    """A `Batch` whose rows are elsewhere; a `dp` call returns one where the workers return batches.
+    """A `Batch` whose rows stay on the workers. A `dp` call returns it if the workers return batches.
 
-    A group's call that gets it reads the rows from where they are. Operations on rows and columns return new
-    distributed batches and move nothing. Immutable. The shards live as long as something refers to them, also after
-    the group that made them has ended.
+    A group's call reads the rows from the shards. Operations on rows and columns return new distributed batches and
+    move no data. A distributed batch is immutable. Its shards live as long as an object refers to them, even after the
+    group that made them has ended.
 
-    Torch cannot make tensors of the object store read-only. Never write into a column in place, because everybody who
-    has the batch would see it; `fetch().clone()` first.
+    Torch cannot make tensors of the object store read-only. Never write into a column in place, because every holder of
+    the batch would see the change. Write into `fetch().clone()` instead.
 
     >>> batch = DistributedBatch.of([Batch({"reward": torch.tensor(part)}) for part in ([1.0, 0.0], [2.0])])
     >>> len(batch), batch.column("reward").mean()
@@ -54,10 +54,8 @@ class DistributedBatch:
         """Use `of` or `of_shards` instead.
 
         Args:
-            rows: the rows.
-            names: the columns.
-            added: columns held here, in the order of `rows`.
-            beside: further columns of the same rows, which lie in other shards; no name is in two places.
+            added: columns that this process holds, in the order of `rows`.
+            beside: further columns of the same rows, which are in other shards. No column is in two places.
         """
         self._rows = rows
         self._names = names
@@ -66,27 +64,17 @@ class DistributedBatch:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard], where: str = "a distributed batch") -> DistributedBatch:
-        """Make a batch of all rows of `shards`, end to end.
-
-        Raises:
-            DispatchError: there is no shard, or their columns differ in name, kind, dtype or shape of an entry.
-        """
+        """Make a batch of all rows of `shards`, concatenated. Raises `DispatchError` if there is no shard, or their
+        columns differ in name, kind, dtype or shape of an entry."""
         return cls(join_shards(shards, where), tuple(shards[0].facts.kinds), None)
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
-        """Make a batch of batches of this process.
-
-        Raises:
-            DispatchError: there is no batch, or their columns differ.
-        """
+        """Make a batch from local batches. Raises `DispatchError` if there is no batch, or their columns differ."""
         shards = [Shard(batch, ShardFacts.of(batch), f"batch {n} of this process") for n, batch in enumerate(batches)]
         return cls.of_shards(shards)
 
-    # Looking
-
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows.numbers)
 
     def __contains__(self, name: object) -> bool:
@@ -98,11 +86,8 @@ class DistributedBatch:
         return self._names
 
     def lengths(self, column: str) -> Tensor:
-        """Return the lengths in tokens of a ragged column's rows, int64 `(rows,)`, without reading them.
-
-        Raises:
-            TypeError: the column is of another kind.
-        """
+        """Return the lengths in tokens of a ragged column's rows, int64 `(rows,)`, without reading the rows. Raises
+        `TypeError` if the column is not ragged."""
         self._known(column)
         if (holder := self._elsewhere(column)) is not None:
             return holder.lengths(column)
@@ -115,11 +100,12 @@ class DistributedBatch:
     def column(self, name: str) -> Any:
         """Return a column: `Tensor`, `Ragged` or tuple.
 
-        Columns of one number a row, and columns added here, cost nothing; any other is read from the shards (`fetch`).
+        A column of one number per row, or an added column, is already in this process. Any other column is read from
+        the shards (see `fetch`).
 
         Raises:
-            UnknownColumnError: naming the nearest column.
-            DataLost: a shard is not there any more.
+            UnknownColumnError: the batch has no such column; the message names the nearest.
+            DataLost: a shard no longer exists.
         """
         self._known(name)
         if (holder := self._elsewhere(name)) is not None:
@@ -132,21 +118,21 @@ class DistributedBatch:
     __getitem__ = column
 
     def is_objects(self, name: str) -> bool:
-        """Return True if a column is of Python objects; nothing is read."""
+        """Return True if a column holds Python objects, without reading the column."""
         self._known(name)
         if (holder := self._elsewhere(name)) is not None:
             return isinstance(holder[name], tuple) if isinstance(holder, Batch) else holder.is_objects(name)
         return self._rows.shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
-        """Read the rows into this process, all columns or those named.
+        """Read the rows into this process. `names` selects columns; None reads all of them.
 
-        A shard on this node is read in place: consecutive rows of one shard are a view, other rows are copied. A shard
-        on another node travels whole to this node's store first.
+        A shard on this node is read in place, so consecutive rows of a shard are a view and other rows are copied. A
+        shard on another node is first copied completely to this node's object store.
 
         Raises:
-            UnknownColumnError: naming the nearest column.
-            DataLost: a shard is not there any more, or did not come within `READ_SECONDS`.
+            UnknownColumnError: the batch has no such column; the message names the nearest.
+            DataLost: a shard no longer exists, or did not arrive within `READ_SECONDS`.
         """
         chosen = self if names is None else self.select(names)
         if chosen.columns and all(map(chosen._is_here, chosen.columns)):
@@ -154,11 +140,8 @@ class DistributedBatch:
         return chosen.assembly().read(READ_SECONDS)
 
     def shards(self) -> Iterator[Batch]:
-        """Iterate over the rows in order, in batches that each lie in one shard and are views of the store.
-
-        Raises:
-            DataLost: as `fetch`.
-        """
+        """Yield the rows in order, in batches that each come from one shard and are views of the object store. Raises
+        `DataLost` if a shard cannot be read, as in `fetch`."""
         of_shard = self._rows.shard_of()
         cuts = np.flatnonzero(np.diff(of_shard)) + 1
         for start, stop in zip([0, *cuts], [*cuts, len(of_shard)]):
@@ -173,14 +156,12 @@ class DistributedBatch:
         return "\n".join(lines)
 
     def _describe(self, name: str) -> tuple[str, bool]:
-        """Return a column's kind in words, and True if that holds for all shards."""
+        """Describe a column's kind. Also return True if the description holds for all shards."""
         if self._added is not None and name in self._added:
             return describe_column(self._added[name]) + ", here", True
         if self._beside is not None and name in self._beside:
             return self._beside._describe(name)
         return self._rows.shards[0].facts.kinds[name], len(self._rows.shards) == 1
-
-    # Columns
 
     def select(self, names: Iterable[str]) -> DistributedBatch:
         """Return the batch with only these columns, in this order."""
@@ -201,11 +182,8 @@ class DistributedBatch:
         return self.select([name for name in self._names if name not in dropped])
 
     def with_columns(self, **columns: Any) -> DistributedBatch:
-        """Add columns that are here, or replace some; they travel with the calls the batch is given to.
-
-        Raises:
-            BatchError: a column does not have this batch's row count.
-        """
+        """Add or replace columns that this process holds. They travel as arguments of the calls that get the batch.
+        Raises `BatchError` if a column has another row count than the batch."""
         new = Batch(columns)
         if columns and len(new) != len(self):
             raise BatchError(f"column(s) {', '.join(columns)} have {len(new)} rows, the batch has {len(self)}")
@@ -219,25 +197,17 @@ class DistributedBatch:
         return DistributedBatch(self._rows, names, added if added.columns else None, beside)
 
     def joined(self, other: DistributedBatch) -> DistributedBatch:
-        """Add the columns of another batch of the same rows, or replace some; they stay where they are.
-
-        Raises:
-            BatchError: the other batch does not have this batch's row count.
-        """
+        """Add or replace columns by those of another batch of the same rows. The columns stay in their shards. Raises
+        `BatchError` if the other batch has another row count."""
         if len(other) != len(self):
             raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
         base = self.drop([name for name in other.columns if name in self._names])
         beside = other if base._beside is None else base._beside.joined(other)
         return DistributedBatch(base._rows, (*base._names, *other._names), base._added, beside)
 
-    # Rows
-
     def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> DistributedBatch:
-        """Return the rows at these indices, in this order, repeats allowed; or those where a bool mask is true.
-
-        Raises:
-            IndexError: an index lies outside the batch.
-        """
+        """Return the rows at these indices, in this order and possibly repeated, or the rows where a bool mask is True.
+        Raises `IndexError` if an index is outside the batch."""
         index = row_index(rows, len(self))
         added = None if self._added is None else self._added.take(index)
         beside = None if self._beside is None else self._beside.take(index)
@@ -251,21 +221,15 @@ class DistributedBatch:
         return self.take(np.arange(first, max(first, last)))
 
     def split(self, parts: int | Sequence[int]) -> list[DistributedBatch]:
-        """Cut into consecutive batches, as `Batch.split`.
-
-        Raises:
-            BatchError: the number of parts is not positive, or the sizes do not add up to the number of rows.
-        """
+        """Split into consecutive batches, as `Batch.split`. Raises `BatchError` if the number of parts is not positive,
+        or the sizes do not add up to the number of rows."""
         rows = Batch({"row": np.arange(len(self))})
         return [self.take(part["row"]) for part in rows.split(parts)]
 
     @staticmethod
     def concat(batches: Sequence[DistributedBatch]) -> DistributedBatch:
-        """Return all rows of all batches, in order.
-
-        Raises:
-            BatchError: there is no batch, or they differ in their columns, or in which were added here or joined.
-        """
+        """Return all rows of all batches, in order. Raises `BatchError` if there is no batch, or the batches differ in
+        their stored, added or joined columns."""
         if not batches:
             raise BatchError("there is no batch to concatenate")
         first = batches[0]
@@ -288,10 +252,8 @@ class DistributedBatch:
         beside = DistributedBatch.concat(besides) if besides else None
         return DistributedBatch(rows, first._names, Batch.concat(added) if added else None, beside)
 
-    # Inside
-
     def assembly(self) -> Assembly:
-        """Return the list of pieces that another process reads to have this batch."""
+        """Return the list of pieces that another process reads to get this batch."""
         stored = [name for name in self._names if self._elsewhere(name) is None]
         pieces, order = self._rows.pieces(stored)
         beside = None if self._beside is None else self._beside.assembly()
@@ -304,13 +266,12 @@ class DistributedBatch:
         return set(self._beside.columns) if self._beside is not None else set()
 
     def _elsewhere(self, name: str) -> Batch | DistributedBatch | None:
-        """Return the batch with a column that is not in these shards; None if it is in them."""
+        """Return the batch that holds an added or joined column; None for a column in these shards."""
         if self._added is not None and name in self._added:
             return self._added
         return self._beside if self._beside is not None and name in self._beside else None
 
     def _is_here(self, name: str) -> bool:
-        """Return True if a column is held here."""
         if (holder := self._elsewhere(name)) is not None:
             return isinstance(holder, Batch) or holder._is_here(name)
         return all(name in shard.facts.numbers for shard in self._rows.shards)

@@ -1,4 +1,4 @@
-"""Errors between the controller and its workers. All of them pickle: a controller may itself run inside a Ray task."""
+"""Errors between the controller and its workers. All of them pickle, because a controller may run inside a Ray task."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class ControllerError(EnginehouseError):
 
 
 class ClusterLost(ControllerError):
-    """Ray's control service is gone: nothing can be started any more, and Ray soon ends every program on it."""
+    """Ray's control service is gone. No process can start any more, and Ray soon ends all programs of the cluster."""
 
 
 class PlacementError(ControllerError):
-    """The cluster cannot give a resource pool, or not within the deadline."""
+    """The cluster cannot provide a resource pool, or did not provide it within the deadline."""
 
 
 class DispatchError(ControllerError):
-    """Arguments cannot be split over a group, or results cannot be put together."""
+    """Arguments cannot be split over a group, or results cannot be combined."""
 
 
 class GroupClosed(ControllerError):
@@ -36,10 +36,10 @@ class GroupClosed(ControllerError):
 
 
 class DataLost(ControllerError):
-    """Rows of a distributed batch cannot be read any more: their node left, or they were freed.
+    """Rows of a distributed batch cannot be read any more, because their node left or they were freed.
 
     Attributes:
-        origin: role, rank, node and method they came from.
+        origin: role, rank, node and method that made the rows.
     """
 
     def __init__(self, message: str, origin: str = ""):
@@ -55,11 +55,11 @@ class WorkerError(ControllerError):
 
     Attributes:
         role: name of the worker group.
-        rank: the worker's rank in it.
-        node: address of its node.
-        pid: its process id.
-        method: the method called; `__init__` while it was being built.
-        log_lines: the worker's last log lines, oldest first.
+        rank: rank of the worker in the group.
+        node: address of the worker's node.
+        pid: process id of the worker.
+        method: the called method; `__init__` if the worker was being built.
+        log_lines: last log lines of the worker, oldest first.
     """
 
     def __init__(
@@ -86,16 +86,15 @@ class WorkerError(ControllerError):
 
 
 class WorkerDied(WorkerError):
-    """The worker's process ended: killed, out of memory, a crash in native code."""
+    """The worker's process ended, for example because it was killed, ran out of memory or crashed in native code."""
 
 
 class WorkerTimeout(WorkerError):
     """The call did not end within its deadline.
 
     Attributes:
-        seconds: the deadline.
-        stacks: for each late rank, the Python stacks of all its threads and of its running coroutines, or why there
-            are none. `rank` is the first of them.
+        stacks: by late rank, the Python stacks of all its threads and running coroutines, or the reason why they are
+            missing. `rank` is the first late rank.
     """
 
     seconds: float = 0.0
@@ -106,9 +105,7 @@ class RemoteError(WorkerError):
     """The call raised on the worker.
 
     Attributes:
-        cause: the exception that was raised, where it could be brought here; else None.
-        type_name: its type's name.
-        traceback_text: the worker's traceback.
+        cause: the raised exception; None if it could not be unpickled here.
     """
 
     cause: BaseException | None = None
@@ -121,7 +118,7 @@ class RemoteError(WorkerError):
 
 
 class RemoteTraceback(Exception):
-    """Carries a worker's traceback text, as the `__cause__` of a `RemoteError`: Python prints it first."""
+    """Carries a worker's traceback text as the `__cause__` of a `RemoteError`, so that Python prints the text first."""
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0]) if self.args else ""
@@ -138,7 +135,7 @@ def _restore(kind: type[WorkerError], message: str, state: dict[str, Any], cause
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if it does not unpickle, as where its constructor takes other arguments."""
+    """Pickle an exception; return None if it does not unpickle, for example because of its constructor's arguments."""
     from ray import cloudpickle
 
     try:
@@ -150,7 +147,7 @@ def pickled_error(error: BaseException) -> bytes | None:
 
 
 def unpickled_error(pickled: bytes | None) -> BaseException | None:
-    """Return the exception that `pickled_error` packed; None where its class cannot be imported here."""
+    """Return the exception that `pickled_error` pickled; None if its class cannot be imported here."""
     if not pickled:
         return None
     from ray import cloudpickle
@@ -163,10 +160,8 @@ def unpickled_error(pickled: bytes | None) -> BaseException | None:
 
 
 def unwrap_user_error(error: BaseException | None) -> UserError | None:
-    """Find the `UserError` behind an error, also one raised on a worker; None if the user is not to blame.
-
-    The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
-    """
+    """Find the `UserError` behind an error, which a worker may have raised; None if the user is not to blame. The
+    command line prints the `UserError` and exits with code 2, or with code 1 if there is none."""
     causes = list(walk_causes(error))
     if any(isinstance(cause, SaveError) for cause in causes):
         return None
@@ -174,12 +169,12 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
 
 def keeps_state(error: BaseException | None) -> bool:
-    """Return True if the actor's state is worth saving after an error: no cause of it says that it is not."""
+    """Return True if the actor's state is worth saving after an error, because no cause has `keeps_state` False."""
     return all(getattr(cause, "keeps_state", True) for cause in walk_causes(error))
 
 
 def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over an error and its causes, here and on a worker, and over the members of exception groups."""
+    """Yield an error, its causes in this process and on a worker, and the members of exception groups."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -1,8 +1,8 @@
-"""Many small requests to worker processes in few calls.
+"""Sends many small requests to worker processes in few calls.
 
-The controller's end (`Exchange`) sends a worker, as one call, all that is new in one turn of its event loop. The
-worker's end (`AnswerQueue`) ends the call once a task has ended, and returns the tasks that end just after it as well.
-So one call both hands over and collects, and a worker with a running task always has a call.
+The controller's end (`Exchange`) collects all new requests of one turn of its event loop and sends them to a worker in
+one call. The worker's end (`AnswerQueue`) returns from the call when a task has ended, together with all tasks that end
+shortly after. So one call both delivers tasks and collects results, and a worker with a running task always has a call.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ W = TypeVar("W")
 T = TypeVar("T")
 
 GATHERED_SECONDS = 0.01
-"""Time that an ended task waits for tasks that end just after it, so that they go into one answer."""
+"""Time that an ended task waits for other tasks to end, so that one answer returns them together."""
 
 
 class Exchange(Generic[W]):
-    """The controller's end of some workers' calls. Everything but `hurry` runs on one event loop.
+    """The controller's end of calls to several workers. All methods but `hurry` run on one event loop.
 
     Args:
-        turn: sends new requests; called once in a turn of the loop after `soon` and after each call's end.
-        take: takes the result of a worker's call.
-        fail: takes the error of a worker's call, or of `take`.
+        turn: sends new requests. It is called once in a turn of the loop after `soon`, and after the end of each call.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class Exchange(Generic[W]):
         self.scheduled = False
 
     def soon(self) -> None:
-        """Have `turn` called in the next turn of the loop, once."""
+        """Call `turn` once, in the next turn of the loop."""
         if not self.scheduled:
             self.scheduled = True
             asyncio.get_running_loop().call_soon(self._begin_turn)
@@ -51,11 +49,11 @@ class Exchange(Generic[W]):
         self._turn()
 
     def has_call(self, worker: W) -> bool:
-        """True if a call of the worker was sent and has not been dealt with."""
+        """Return True if a call to the worker was sent and its result has not been taken."""
         return worker in self._calls
 
     def send(self, worker: W, call: Callable[[], Future]) -> None:
-        """Call a worker; `take` gets the result, or `fail` the error."""
+        """Call a worker, and pass the result to `take` or the error to `fail`."""
         try:
             sent: Future | Exception = call()
         except Exception as error:
@@ -76,45 +74,41 @@ class Exchange(Generic[W]):
         self.soon()
 
     def hurry(self) -> None:
-        """Tell the calls that the wait was interrupted. From any thread."""
+        """Tell all calls that the wait was interrupted. Callable from any thread."""
         for call in [call for calls in list(self._calls.values()) for call in list(calls)]:
             if not isinstance(call, Exception):
                 call.hurry()
 
 
 class AnswerQueue(Generic[T]):
-    """The worker's end, on one event loop: a caller waits until tasks have ended, if any are running.
-
-    A new caller releases the caller before it, which may be dead, and gets all tasks that ended.
-    """
+    """The worker's end, on one event loop. A caller waits while tasks run, until some have ended. A new caller releases
+    the previous caller, which may be dead, and gets all ended tasks."""
 
     def __init__(self) -> None:
         self._under_way: set[asyncio.Task[T]] = set()
         self._ended: list[asyncio.Task[T]] = []
-        self._asking: asyncio.Future[None] | None = None  # the newest
+        self._asking: asyncio.Future[None] | None = None  # of the newest caller
         self._due = False
 
     def ask(self) -> asyncio.Future[None]:
-        """Release the caller before, and return a token that identifies this one to `ended`."""
+        """Release the previous caller, and return a token that identifies the new caller to `ended`."""
         self._release()
         self._asking = asyncio.get_running_loop().create_future()
         return self._asking
 
     def add(self, task: asyncio.Task[T]) -> None:
-        """Answer with a task once it has ended."""
+        """Return a task to a caller once the task has ended."""
         self._under_way.add(task)
         task.add_done_callback(self._note_end)
 
     def speak(self) -> None:
-        """Answer the caller, or the next one, after this turn of the loop."""
+        """Release the waiting caller, or the next caller, after this turn of the loop."""
         self._due = True
         asyncio.get_running_loop().call_soon(self._speak)
 
     async def ended(self, asking: asyncio.Future[None], seconds: float | None = None) -> list[asyncio.Task[T]]:
-        """Wait, for at most `seconds`, and return the tasks that ended since the last answer.
-
-        Returns none if another caller has asked since.
-        """
+        """Wait for at most `seconds`, and return the tasks that ended since the last answer. Returns an empty list if
+        another caller has called `ask` since."""
         if self._under_way and not self._due:
             await asyncio.wait([asking], timeout=seconds)
         if self._asking is not asking:
@@ -135,7 +129,7 @@ class AnswerQueue(Generic[T]):
             self.speak()
 
     def _speak(self) -> None:
-        if self._due:  # else it was answered since
+        if self._due:  # else the caller was released since
             self._release()
 
     def _release(self) -> None:

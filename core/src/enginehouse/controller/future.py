@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 class StillRunning(TimeoutError):
-    """The timeout of `Future.result` passed; the call's own deadline has not."""
+    """The timeout of `Future.result` passed, but the call's own deadline did not."""
 
 
 class Future:
-    """A call that a group sent and did not wait for. Give it to another group's call, or ask for its result.
-
-    The call's deadline counts from when it was sent, whether or not anybody waits. The group's own limit counts from
-    when a rank last made progress.
-    """
+    """A running call of a group. Pass it as an argument to another group's call, or call `result`. The call's deadline
+    counts from when the call was sent. A group's default limit counts from when a rank last made progress."""
 
     def __init__(
         self,
@@ -45,19 +42,19 @@ class Future:
         self._error: Exception | None = None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call and return its collected result; the same each time.
+        """Wait for the call and return its collected result. Later calls return the same result.
 
         Args:
-            timeout: seconds to wait, if less than what is left of the call's deadline.
+            timeout: seconds to wait, if shorter than the time to the call's deadline.
 
         Raises:
-            StillRunning: `timeout` passed; the call continues and may be asked again. A `TimeoutError`.
-            ClusterLost: Ray is about to end; the worker may live, and be asked again.
+            StillRunning: `timeout` passed. The call continues, and `result` may be called again. A `TimeoutError`.
+            ClusterLost: Ray is about to end. The worker may live, and `result` may be called again.
             WorkerError: the call failed, or its deadline passed.
         """
         until = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            raise StillRunning(f"the call still runs after {timeout:g} s")  # another thread waits for it
+            raise StillRunning(f"the call still runs after {timeout:g} s")  # another thread holds the lock and waits
         try:
             if not self._settled:
                 self._settle(None if until is None else max(until - time.monotonic(), 0.0))
@@ -68,7 +65,7 @@ class Future:
             self._lock.release()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Await the result on an event loop; no thread waits. Errors are those of `result`."""
+        """Await the result on an event loop, without a thread. Raises the errors of `result`."""
         return self._await_result().__await__()
 
     async def _await_result(self) -> Any:
@@ -83,7 +80,7 @@ class Future:
                 ended.set_result(well)
 
         def tell(well: bool) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
                 loop.call_soon_threadsafe(settle, well)
 
         pending.add_done_callback(tell)
@@ -92,12 +89,12 @@ class Future:
             await asyncio.wait([ended], timeout=min(seconds, LOOK_SECONDS))
             if not ended.done():
                 pending.look()
-                # asking may take seconds
+                # `overdue` may take seconds
                 if pending.deadline <= time.monotonic() and await loop.run_in_executor(None, pending.overdue):
                     break
         if ended.done() and ended.result():
             return self.result()
-        # what went wrong takes seconds to find out
+        # `result` may take seconds to find the cause of a failure
         return await loop.run_in_executor(None, self.result)
 
     def _settle(self, timeout: float | None) -> None:
@@ -111,28 +108,27 @@ class Future:
             self._error = error
         self._settled = True
         self._ended()
-        self._finish = None  # what a settled future need not hold, it lets go
+        self._finish = None  # frees the arguments that it holds
         if self._rank is None or self._error is not None:
             self._pending = None
 
     @property
     def deadline(self) -> float:
-        """The time, by `time.monotonic`, from which `result` raises `WorkerTimeout` if the call is `overdue`."""
+        """Time of `time.monotonic` after which `result` raises `WorkerTimeout` if the call is `overdue`."""
         pending = self._pending
         return float("-inf") if pending is None else pending.deadline
 
     def overdue(self) -> bool:
-        """Return True if `result` raises `WorkerTimeout` unless the call has ended.
-
-        Once the deadline has passed this may take seconds, and may put the deadline off.
-        """
+        """Return True if `result` raises `WorkerTimeout` unless the call has ended. After the deadline this may take
+        seconds, and may postpone the deadline."""
         pending = self._pending
         return pending is None or pending.overdue()
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Call `callback(self)` once the call has ended on every rank, or failed on one; at once, if it has.
+        """Call `callback(self)` once the call has ended on every rank, or failed on one rank; at once, if it has
+        already.
 
-        It may run in another thread, which it must not hold up. A deadline that passes does not call it.
+        The callback may run in another thread, and must not block that thread. A passed deadline does not call it.
         """
         pending = self._pending
         if self._settled or pending is None:
@@ -141,40 +137,37 @@ class Future:
             pending.add_done_callback(lambda well: callback(self))
 
     def look(self) -> None:
-        """Check that Ray still runs; call it every `LOOK_SECONDS` while you wait for `add_done_callback`.
-
-        Raises:
-            ClusterLost: Ray is about to end.
-        """
+        """Check that Ray still runs. Call it every `LOOK_SECONDS` while you wait for `add_done_callback`. Raises
+        `ClusterLost` if Ray is about to end."""
         if (pending := self._pending) is not None:
             pending.look()
 
     def hurry(self) -> None:
-        """Note that a wait for `add_done_callback` was interrupted."""
+        """Tell the call that a wait for `add_done_callback` was interrupted."""
         if (pending := self._pending) is not None:
             pending.hurry()
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """A tuple of this call, because `Gathered.calls` are several."""
+        """This future in a tuple. `Gathered.calls` has several futures."""
         return (self,)
 
     def done(self) -> bool:
-        """Return True if `result` returns or raises at once: every rank has ended, or the call is overdue."""
+        """Return True if `result` returns or raises at once, because every rank has ended or the call is overdue."""
         pending = self._pending
         return self._settled or pending is None or pending.done()
 
     def reference(self) -> Any:
-        """Return a stand-in for the result in another call's arguments, if it is one rank's output; else None."""
-        pending = self._pending  # none once the call has failed
+        """Return a placeholder for the result in other calls' arguments, if it is one rank's output; else None."""
+        pending = self._pending  # None after a failed call
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 
 
 def iterate_ended(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
-    """Yield each of these calls once its `result` returns or raises. A call costs no thread.
+    """Yield each of these calls once its `result` returns or raises. The wait uses no thread per call.
 
     Raises:
-        StillRunning: `timeout` seconds have passed since the first was asked for.
+        StillRunning: `timeout` seconds have passed since the first item was requested.
         ClusterLost: Ray is about to end.
     """
     until = float("inf") if timeout is None else time.monotonic() + timeout
@@ -201,7 +194,7 @@ def _next_end(ends: queue.SimpleQueue[Future], waited: Mapping[Future, None], un
         seconds = min(until, late.deadline) - time.monotonic()
         with suppress(queue.Empty):
             call = ends.get(timeout=min(max(seconds, 0.0), LOOK_SECONDS))
-            if call in waited:  # else its deadline had passed before
+            if call in waited:  # else it was overdue before
                 return call
             continue
         if late.deadline <= time.monotonic() and late.overdue():

@@ -1,4 +1,4 @@
-"""Worker groups: the processes of a role, called as if they were one object."""
+"""Worker groups: all processes of a role, called like one object."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from enginehouse.errors import nearest
 
 
 class WorkerGroup:
-    """A role's workers, one process a rank; each registered method of the worker class is a method of the group.
+    """A role's workers, one process per rank. Each registered method of the worker class is a method of the group.
+
+    A failed call raises a `WorkerError`. After the death of a rank or a passed deadline, the group is broken and
+    rejects further calls with that reason. A group stays usable after an exception that a worker raised.
 
     Args:
         pool: pool of the processes. The inline launcher needs none.
         spec: the worker class and its arguments.
-        name: the role's name, for messages and logs.
-        launcher: `"ray"`, or `"inline"`: one rank in this process, where `breakpoint()` works. Inline groups raise the
-            same errors, with the exception itself as `cause`, and have no deadlines.
-        timeout: seconds that a call may take, unless `@register` or the call itself sets a limit. This default counts
-            from when a rank last made progress (`enginehouse.engines.progress`); the other limits do not.
-        start_timeout: seconds until every worker's `__init__` must have ended.
-        seed: the run's base seed, in `ProcessContext.seed`.
+        name: name of the role, for messages and logs.
+        launcher: `"ray"`, or `"inline"` for one rank in this process, where `breakpoint()` works. Inline groups raise
+            the same errors, with the exception itself as `cause`, and have no deadlines.
+        timeout: time limit of a call in seconds, unless `@register` or the call sets one. This default counts from when
+            a rank last made progress (`enginehouse.engines.progress`). The other limits do not.
+        start_timeout: seconds within which every worker's `__init__` must end.
+        seed: base seed of the run, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
         threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
 
     Raises:
-        PlacementError: the cluster does not give what the pool asks for.
+        PlacementError: the cluster does not provide the resources of the pool.
         WorkerError: a worker could not be built. No process is left behind.
-
-    A call raises a `WorkerError` when it fails. After a rank died or a deadline passed the group is broken and
-    refuses further calls with that reason; an exception raised by a worker leaves it usable.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WorkerGroup:
 
     @classmethod
     def view(cls, processes: WorkerProcesses, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
-        """Make the group of one role of shared processes, which end with the last of `owners`."""
+        """Make the group of one role in shared processes, which end with the last of `owners`."""
         group = cls.__new__(cls)
         group._set(processes, role, timeout, owners)
         return group
@@ -95,56 +95,48 @@ class WorkerGroup:
 
     @property
     def nodes(self) -> list[str]:
-        """Each rank's node address."""
+        """Node address of each rank."""
         return [place.node for place in self._processes.places]
 
     @property
     def pids(self) -> list[int]:
-        """Each rank's process id, on its node."""
+        """Process id of each rank, on its node."""
         return [place.pid for place in self._processes.places]
 
     @property
     def meshes(self) -> list[Mesh | None]:
-        """Each rank's mesh, as it was after `__init__` or at the last `refresh_meshes`."""
+        """Mesh of each rank, as `__init__` or the last `refresh_meshes` left it."""
         return self._processes.meshes(self.name)
 
     @property
     def layout(self) -> DataLayout:
-        """The layout of the data axis over the ranks.
-
-        Raises:
-            DispatchError: the meshes do not fit together.
-        """
+        """The layout of the data axis over the ranks. Raises `DispatchError` if the ranks' meshes are inconsistent."""
         if self._layout is None:
             self._layout = DataLayout.of(self.meshes, self.name)
         return self._layout
 
     @property
     def broken(self) -> str | None:
-        """The reason why the group refuses calls; None while it takes them."""
+        """Reason why the group rejects calls; None if it is usable."""
         return f"{self.name} was shut down" if self._closed else self._processes.broken
 
     def refresh_meshes(self) -> list[Mesh | None]:
-        """Ask the workers for their meshes again, if they are made after `__init__`."""
+        """Read the workers' meshes again, if they are made after `__init__`."""
         self._layout = None
         return self._processes.meshes(self.name, refresh=True)
-
-    # Calling
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Call a registered method with another deadline, or blocking or not, than it was registered with.
+        """Call a registered method with a deadline or a `blocking` that differs from its registration.
 
         Args:
-            method: name of the method.
-            args: arguments of the method, as its dispatch mode takes them.
             timeout: deadline in seconds.
             blocking: False returns a `Future`.
-            kwargs: keyword arguments; one named `timeout` or `blocking` cannot be passed this way.
+            kwargs: keyword arguments of the method, except arguments named `timeout` or `blocking`.
 
         Raises:
-            AttributeError: no such registered method.
+            AttributeError: there is no such registered method.
             WorkerError: the call failed.
         """
         spec = self._specs.get(method)
@@ -157,26 +149,24 @@ class WorkerGroup:
         return self._invoke(method, spec, None, timeout, blocking, *args, **kwargs)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method, registered or not, on every rank with the same arguments; one result a rank."""
+        """Call any method of the workers on every rank with the same arguments, and return one result per rank."""
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, *args, **kwargs)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_all`, without waiting."""
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, *args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method, registered or not, on rank 0."""
+        """Call any method of the workers on rank 0."""
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_rank_zero`, without waiting."""
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method, registered or not, on one rank.
+        """Call any method of the workers on one rank.
 
-        If it is registered with `collect="distributed"`, a batch that it returns, alone or last in a tuple, stays
-        where it is.
+        If the method is registered with `collect="distributed"`, a returned batch stays on the worker. It is the whole
+        result, or the last item of a tuple.
 
         Raises:
             DispatchError: there is no such rank.
@@ -184,7 +174,6 @@ class WorkerGroup:
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_rank`, without waiting."""
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, *args, **kwargs)
 
     def _rank_mode(self, rank: int, method: str) -> Mode:
@@ -216,7 +205,6 @@ class WorkerGroup:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method, by default with the mode of its `spec`."""
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
         patient = timeout is None
@@ -238,7 +226,7 @@ class WorkerGroup:
         ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
         lane: Lane = "urgent" if spec.urgent else "loop" if is_async(self._cls, method) else "main"
 
-        dealt = calls.shards if isinstance(calls, Dealt) and mode.joins else None  # not `calls`: it holds the arguments
+        dealt = calls.shards if isinstance(calls, Dealt) and mode.joins else None  # `calls` has the arguments
 
         def collect_outputs(outputs: list[Any]) -> Any:
             result = mode.collect(self, outputs, ranks)
@@ -257,20 +245,18 @@ class WorkerGroup:
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
         return Future(pending, collect_outputs, single, trace.end)
 
-    # Starting again
-
     def restart(self) -> None:
         """End the remaining processes, and start new processes with the same ranks, worker class and options.
 
-        They start on the same places, or on others where a node has left. A broken group works again afterwards.
-        Groups colocated in the same processes restart with it. Workers are rebuilt and lose their state. Calls
-        that had not ended fail with `WorkerDied`.
+        They start in the same places, or in others if a node has left. Workers are rebuilt and lose their state.
+        Running calls fail with `WorkerDied`. Groups in the same processes restart with this group. A broken group is
+        usable afterwards.
 
         Raises:
             GroupClosed: the group was shut down.
-            PlacementError: a node has left, and the cluster does not give another place in the pool's timeout.
-            WorkerError: a worker could not be built. After this and a `PlacementError` the group is broken, and may be
-                restarted again.
+            PlacementError: a node has left, and the cluster provides no other place within the pool's timeout. The
+                group is broken, and may be restarted again.
+            WorkerError: a worker could not be built. The group is broken, and may be restarted again.
         """
         if self._closed:
             raise GroupClosed(f"{self.name} cannot be restarted: {self.broken}", str(self.broken))
@@ -280,18 +266,16 @@ class WorkerGroup:
                 group._processes = fresh
                 group._layout = None
         finally:
-            if all(group._closed for group in self._owners):  # by another thread, meanwhile
+            if all(group._closed for group in self._owners):  # another thread has shut them down since
                 self._processes.shutdown(10.0)
 
-    # Ending
-
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Call the workers' `shutdown`, if they have one, and end their processes. May be called again.
+        """Call the workers' `shutdown`, if they have one, and end their processes. A second call does nothing.
 
-        Colocated groups share processes, which end with the last of the groups.
+        Colocated groups share their processes, which end with the last of these groups.
 
         Args:
-            timeout: seconds the workers get; a worker still busy then is ended all the same.
+            timeout: seconds that the workers have to end before their processes are killed.
         """
         if self._closed:
             return
@@ -306,7 +290,7 @@ class WorkerGroup:
         self.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Raise an `AttributeError` that names the cure: registered methods are set when the group is made."""
+        """Raise an `AttributeError` that names the remedy. Registered methods are set when the group is made."""
         cls = self.__dict__.get("_cls")
         if cls is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -324,10 +308,10 @@ class WorkerGroup:
 def launch(
     launcher: str, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions
 ) -> WorkerProcesses:
-    """Bring the processes up, with one object a role in each.
+    """Start the processes of a group, with one object per role in each.
 
     Raises:
-        ControllerError: no such launcher, or the pool does not fit it.
+        ControllerError: there is no such launcher, or the pool does not fit it.
         WorkerError: a worker could not be built.
     """
     if launcher == "inline":
@@ -363,7 +347,7 @@ _ZERO = CallSpec("rank_zero")
 
 
 def _await_argument(label: str, argument: Any, until: float | None, timeout: float) -> Any:
-    """Return an argument, or the result of the call it stands for, by `until` (monotonic seconds; None: no limit)."""
+    """Return an argument, or the result of the call that it stands for, by `until` (monotonic seconds or None)."""
     if isinstance(argument, Balanced):
         return Balanced(_await_argument(label, argument.batch, until, timeout), argument.by)
     if not isinstance(argument, Future):
@@ -378,7 +362,7 @@ def _await_argument(label: str, argument: Any, until: float | None, timeout: flo
 
 
 def _check_calls(calls: Any, group: WorkerGroup, method: str) -> None:
-    """Raise a `DispatchError` if a dispatch function did not return one (args, kwargs) or None for each rank."""
+    """Raise a `DispatchError` unless the dispatch function returned one (args, kwargs) or None for each rank."""
     if not isinstance(calls, (list, tuple)) or len(calls) != group.world_size or not any(calls):
         raise DispatchError(
             f"{group.name}.{method}: its dispatch function must return a list with one (args, kwargs) for each of "

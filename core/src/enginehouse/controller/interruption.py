@@ -1,4 +1,4 @@
-"""Signals that ask the program to end, and a context that defers their `KeyboardInterrupt`."""
+"""Signals that ask the program to end, and a context that defers the `KeyboardInterrupt` of a signal."""
 
 from __future__ import annotations
 
@@ -9,38 +9,31 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a program to end, sent by Ctrl-C, by a scheduler or `kill`, or by a closed terminal."""
+"""Signals that ask a program to end. Ctrl-C, a scheduler, `kill` or a closed terminal sends them."""
 
 abandoned: list[str] = []
-"""Names of objects that hung as they were ended, such as a tracker; the program ends without waiting for them."""
+"""Names of objects, such as a tracker, that hung when they were closed. The program ends without waiting for them."""
 
 _came: int | None = None
 
 
 def note_signal(number: int | None) -> None:
-    """Note which of `SIGNALS` the next `KeyboardInterrupt` is raised for; None: unknown.
-
-    The exception cannot carry it, because Ray raises another one in its place while it waits.
-    """
+    """Store the signal of the next `KeyboardInterrupt`; None if it is unknown. The exception cannot carry the signal,
+    because Ray replaces the exception while it waits."""
     global _came
     _came = number
 
 
 def seconds_to_end(grace_seconds: float) -> float | None:
-    """Return the seconds that an orderly ending may take after a `KeyboardInterrupt`.
-
-    A sender of signals kills in the end, after `grace_seconds`. After Ctrl-C there is no limit (None), because the user
-    may press it once more.
-    """
+    """Return the seconds that an orderly end may take after a `KeyboardInterrupt`. A sender of other signals kills the
+    process after `grace_seconds`. After Ctrl-C there is no limit (None), because the user may press it again."""
     return None if _came in (None, signal.SIGINT) else grace_seconds
 
 
 @contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Call handlers of `SIGNALS` as ever, but raise their `KeyboardInterrupt` when the context ends.
-
-    Only the first is deferred; a second is raised at once. Outside the main thread this does nothing.
-    """
+    """Call the handlers of `SIGNALS`, but raise the first `KeyboardInterrupt` of a handler only when the context ends.
+    A second `KeyboardInterrupt` is raised at once. Outside the main thread the context does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -65,7 +58,7 @@ def defer_interrupt() -> Iterator[None]:
         yield
     finally:
         for number, handler in deferred.items():
-            if signal.getsignal(number) is handler:  # else someone else has taken the signal over meanwhile
+            if signal.getsignal(number) is handler:  # else other code has set a handler since
                 signal.signal(number, former[number])
         if waiting:
             raise waiting[0]

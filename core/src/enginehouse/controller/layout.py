@@ -1,4 +1,4 @@
-"""The assignment of data shards to ranks, and the ranks that answer for them."""
+"""Assigns data shards to ranks, and chooses the rank that returns the results of each shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DataLayout:
 
     Attributes:
         shards: number of data shards.
-        shard_of: for each rank, the shard it works on.
-        output_ranks: for each shard, the rank that returns its results.
+        shard_of: shard of each rank.
+        output_ranks: rank that returns the results of each shard.
     """
 
     shards: int
@@ -25,12 +25,9 @@ class DataLayout:
 
     @classmethod
     def of(cls, meshes: Sequence[Mesh | None], group: str = "workers") -> DataLayout:
-        """Return the layout of a group whose ranks have these meshes; without meshes every rank is its own shard.
-
-        Raises:
-            DispatchError: the meshes do not describe one group: some are missing, axes differ, a shard has no or
-                several output ranks.
-        """
+        """Return the layout of a group whose ranks have these meshes. Without meshes every rank is a shard. Raises
+        `DispatchError` if the meshes do not describe one group: a mesh is missing, axes differ, or a shard has no
+        output rank or several."""
         if all(mesh is None for mesh in meshes):
             ranks = tuple(range(len(meshes)))
             return cls(len(ranks), ranks, ranks)

@@ -1,7 +1,7 @@
-"""Processes that are called together: replicas, each of which can be lost separately, or the ranks of one group.
+"""Processes that are called together: replicas, or the ranks of one group.
 
-Ranks that work together break as a whole when one dies (`GroupRanks`). Replicas have a group each: one of them fails,
-and the others go on (`Members`).
+If one rank of a group dies, the whole group breaks (`GroupRanks`). Each replica has its own group, so that the other
+replicas continue if one fails (`Members`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from enginehouse.engines.weights import WeightUpdateAborted
 class Member:
     """One process, from its start to its end.
 
-    A restart of a replica makes another member; a restart of ranks that work together does not.
+    A restart of a replica makes a new member. A restart of a group's ranks does not.
 
     Attributes:
-        number: the replica's number.
+        number: number of the replica.
         incarnation: number of the replica's process, from 0.
-        group: its group, which a restart keeps.
+        group: group of the replica, which a restart keeps.
     """
 
     number: int
@@ -36,12 +36,12 @@ class Member:
 
 
 class Members:
-    """The processes of some replicas at one moment; one that is lost, or was restarted, answers no more.
+    """The processes of some replicas at one moment. A lost or restarted replica's process no longer answers.
 
     Args:
         name: the role, for messages.
         members: the processes. Two `Members` with the same processes are equal.
-        is_lost: returns True if a member is lost, from the member and the error of a call that failed, if any.
+        is_lost: returns True for a lost member. It gets the member, and the error of a failed call or None.
     """
 
     def __init__(self, name: str, members: Sequence[Member], is_lost: Callable[[Member, Exception | None], bool]):
@@ -57,39 +57,35 @@ class Members:
 
     @property
     def world_size(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     @property
     def nodes(self) -> list[str]:
-        """The members' node addresses, in their order."""
+        """Node addresses, in the order of the members."""
         return [member.group.nodes[0] for member in self.members]
 
     @property
     def lost(self) -> list[Member]:
-        """Members that are known to be lost."""
         return [member for member in self.members if self._is_lost(member, None)]
 
     def name_of(self, place: int) -> str:
-        """Name the member at a place, for messages."""
+        """Return a member's name for messages, by its place among the members."""
         return f"{self.name} replica {self.members[place].number}"
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
     ) -> Future | Gathered:
-        """Call a method, registered with the mode `one_to_all`, on each, without waiting.
+        """Call a method, registered with the mode `one_to_all`, on each member without waiting.
 
         Args:
-            method: name of the method.
-            args: arguments of the method, the same for all.
             timeout: deadline in seconds.
-            leave_out_lost: Return None for a lost member instead of raising. Raises even so if all are lost.
-            kwargs: its keyword arguments.
+            leave_out_lost: return None for a lost member instead of raising. Even so, the call raises if all members
+                are lost.
         """
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call a method with one more argument for each member: its place among the members."""
+        """Call a method with an additional last argument, the member's place among the members."""
         return self._call_each(method, [(*args, place) for place in range(len(self.members))], timeout)
 
     def _call_each(
@@ -114,7 +110,7 @@ class Members:
 
 
 class GroupRanks(Members):
-    """The ranks of one group: they end together, so none of them is lost separately."""
+    """The ranks of one group. They end together, so a single rank is never lost."""
 
     def __init__(self, group: WorkerGroup):
         ranks = [Member(rank, 0, group) for rank in range(group.world_size)]
@@ -132,12 +128,12 @@ class GroupRanks(Members):
         return self._group.call(method, *args, timeout=timeout, blocking=False, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call a method that takes the rank's own number as its place."""
+        """Call a method that takes its rank from the group, in place of the additional argument."""
         return self.call(method, *args, timeout=timeout)
 
 
 class Gathered:
-    """The results of a call of several members, in their order; made by `Members`. Used like a `Future`."""
+    """The results of a call of several members, in their order. `Members` makes it, and it is used like a `Future`."""
 
     def __init__(
         self,
@@ -151,20 +147,18 @@ class Gathered:
         self._is_lost = is_lost
         self._leave_out_lost = leave_out_lost
         self._values: dict[int, Any] = {}
-        self._aborted: Exception | None = None  # an error that says only that there is another one
+        self._aborted: Exception | None = None  # an error that another error caused
         self._last_lost: Exception | None = None
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """The calls that were sent."""
         return tuple(call for call in self._calls if isinstance(call, Future))
 
     def done(self) -> bool:
-        """Return True if every call has ended."""
         return all(call.done() for call in self.calls)
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait for all; an error of one call is raised at once, though others still run.
+        """Wait for all members. An error of one call is raised at once, even if other calls still run.
 
         Raises:
             StillRunning: `timeout` seconds passed.
@@ -174,7 +168,7 @@ class Gathered:
         places = {call: index for index, call in enumerate(self._calls) if isinstance(call, Future)}
         for index, call in enumerate(self._calls):
             if index not in self._values and (isinstance(call, Exception) or call.done()):
-                with suppress(StillRunning):  # it has ended, and its value is on its way
+                with suppress(StillRunning):  # the call has ended, but its value has not arrived
                     self._settle(index, until)
         pending = [call for call in self.calls if places[call] not in self._values]
         if pending and timeout is not None and timeout <= 0:
@@ -184,7 +178,7 @@ class Gathered:
         return self._collected()
 
     def _settle(self, index: int, until: float | None) -> None:
-        """Take a call's result; raise its error, unless the member may be left out."""
+        """Store a call's result, or raise its error unless the member may be left out."""
         call = self._calls[index]
         try:
             if isinstance(call, Exception):

@@ -1,7 +1,7 @@
-"""The Ray placement groups of a pool, one a node, and the leases of their bundles.
+"""The Ray placement groups of a pool, one per node, and the leases of their bundles.
 
-A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool has its own
-placement groups, unless it was merged or split from others, whose bundles it leases.
+A bundle is the place of one process, or of `max_colocate` processes of as many worker groups. Each pool has its own
+placement groups, unless it was merged or split from other pools, whose bundles it leases.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from enginehouse.controller.pool import ResourcePool
 
 UNITS = 10_000
-"""Ray counts resources in ten-thousandths. Shares are rounded to them here, so that all shares of a bundle fit."""
+"""Ray counts resources in ten-thousandths. Shares are rounded to them, so that all shares of a bundle fit."""
 POLL_SECONDS = 0.05
 
 _leases_lock = threading.Lock()
-"""Guards the leases of all bundles: a merged pool leases bundles of several pools at once. Held for moments only."""
+"""Guards the leases of all bundles, because a merged pool leases bundles of several pools at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,9 @@ class Slot:
     """A process's share of a bundle of a placement group.
 
     Attributes:
-        placement_group: Ray's handle.
-        bundle: the bundle's number in it.
         cpus: CPUs of the process, in Ray's count.
-        gpus: its GPUs.
-        devices: the GPUs that a guest sees, by their numbers on the node, though Ray gives it none; None: the process
-            is no guest, and sees those that Ray gives it.
+        devices: numbers, on the node, of the GPUs that a guest sees, although Ray assigns it none. None: the process is
+            not a guest, and sees the GPUs that Ray assigns.
     """
 
     placement_group: Any
@@ -51,18 +48,16 @@ class Slot:
 
 
 class PlacementGroups:
-    """The bundles one pool reserves, in a placement group a node.
+    """The bundles that one pool reserves, in one placement group per node.
 
     Args:
-        name: the pool's name, for messages.
-        processes_per_node: bundles on each node, one entry a node.
-        cpus_per_process: CPUs of each process.
+        processes_per_node: number of bundles on each node.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
-        max_colocate: most groups that may lease a bundle.
-        guests: Maximum number of further groups without their own GPUs.
+        max_colocate: maximum number of groups that lease a bundle.
+        guests: maximum number of further groups without their own GPUs.
 
     Attributes:
-        devices: the GPUs of the process on a bundle, by the bundle's index.
+        devices: GPUs of the process on a bundle, by the bundle's index.
     """
 
     def __init__(
@@ -87,53 +82,50 @@ class PlacementGroups:
         self._leases = self._no_leases()
         self._placing = threading.Lock()
         self._lock = threading.Lock()
-        """Guards what follows; held for moments only."""
+        """Guards the attributes below. Held only briefly."""
         self._placement_groups: list[Any] = []
         self._given_back = 0
-        # One that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway.
+        # A garbage-collected object must not stay reserved. At exit Ray frees everything anyway.
         self._to_remove: list[Any] = []
         weakref.finalize(self, remove, self._to_remove).atexit = False
 
     def __len__(self) -> int:
-        """Return the number of bundles."""
         return len(self._where)
 
     @property
     def is_placed(self) -> bool:
-        """True if anything is reserved yet."""
         return bool(self._placement_groups)
 
     def _no_leases(self) -> list[weakref.WeakKeyDictionary[Lease, None]]:
-        """Make the empty leases of each bundle, in order of arrival; a group that is dropped frees its bundles."""
+        """Return empty leases for each bundle. They keep the order of groups, and a deleted group frees its bundles."""
         return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def tenants(self, index: int) -> list[str]:
-        """Return the names of the groups that lease a bundle."""
         with _leases_lock:
             return [lease.group for lease in self._leases[index]]
 
     def slot(self, index: int) -> Slot:
-        """Return the slot of a process on a bundle, once the bundles are placed."""
+        """Return the slot of a process on a bundle, after `place`."""
         node, bundle = self._where[index]
         return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
 
     def guest_slot(self, indices: Sequence[int]) -> Slot:
-        """Return the slot of a guest that uses the devices of some bundles of one node."""
+        """Return the slot of a guest that uses the devices of several bundles on one node."""
         devices = tuple(device for index in indices for device in self.devices.get(index, ()))
         return replace(self.slot(indices[0]), gpus=0.0, devices=devices)
 
     def place(self, deadline: float, timeout: float) -> bool:
-        """Reserve the bundles, or wait until those whose node has left are placed again.
+        """Reserve the bundles, or wait until Ray has placed the bundles of a lost node again.
 
         Args:
-            deadline: `time.monotonic()` when waiting ends.
+            deadline: `time.monotonic()` at which the wait ends.
             timeout: the same limit in seconds, for the message.
 
         Returns:
-            True if the bundles were reserved now, False if before.
+            True if this call reserved the bundles, False if they were reserved before.
 
         Raises:
-            PlacementError: the cluster does not give them in time, or they are given back meanwhile.
+            PlacementError: the cluster does not provide the bundles in time, or another thread gives them back.
             ControllerError: Ray is not running, or is being shut down.
         """
         import ray
@@ -148,16 +140,16 @@ class PlacementGroups:
             if groups:
                 self._wait(groups, deadline, timeout, given_back)
                 return False
-            self._remove()  # what Ray did not take back before
+            self._remove()  # groups that Ray did not remove before
             self._refuse_the_impossible()
             self._ask(deadline, timeout, given_back)
             return True
 
     def give_back(self) -> None:
-        """Give the bundles back to the cluster; processes on them end. `place` reserves them again.
+        """Give the bundles back to the cluster, which ends the processes on them. `place` reserves them again.
 
-        A thread that waits for them in `place` fails soon. The next call of this or of `place` tries once more to
-        remove groups that Ray does not remove now.
+        A thread that waits in `place` soon fails. If Ray does not remove the groups now, the next call of this method
+        or of `place` tries again.
         """
         with self._lock:
             self._given_back += 1
@@ -176,15 +168,12 @@ class PlacementGroups:
                 self._to_remove[:] = [group for group in self._to_remove if group not in groups]
 
     def give_back_if_empty(self) -> None:
-        """Give the bundles back unless a group leased one meanwhile."""
+        """Give the bundles back unless a group leases one of them."""
         if not any(self._leases):
             self.give_back()
 
     def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
-        """Reserve one node after the other, the largest first.
-
-        Otherwise a small one could take the only large node while the large one waits.
-        """
+        """Reserve the nodes one after the other, the largest first, so that no small entry takes a large node."""
         from ray.util import placement_group
 
         asked: list[Any] = [None] * len(self.processes_per_node)
@@ -222,13 +211,13 @@ class PlacementGroups:
                     raise PlacementError(
                         f"not placed within {timeout:g} s: {self._asked(missing)}. {describe_cluster()}"
                     )
-                if state == "LOST":  # news of the node came before news of its bundles
+                if state == "LOST":  # Ray reports a lost node before its bundles
                     time.sleep(POLL_SECONDS)
                 elif not group.wait(timeout_seconds=min(seconds, 1.0)):
-                    gc.collect()  # what nobody uses any more may still be reserved by pools that refer to each other
+                    gc.collect()  # reference cycles may keep unused pools alive and reserved
 
     def _refuse_the_impossible(self) -> None:
-        """Raise at once if a cluster of one node, started here, can never give the bundles."""
+        """Raise at once if the cluster has one node, was started here, and is too small."""
         from enginehouse.controller.cluster import is_owned
 
         if not is_owned():
@@ -246,12 +235,11 @@ class PlacementGroups:
 
 
 class Lease:
-    """A worker group's bundles on a pool, one a rank, until `end`; two groups of one name have two leases.
+    """A worker group's bundles on a pool, one per rank, until `end`. Two groups with the same name have two leases.
 
     Args:
-        pool: the pool; its `timeout`, which may change, limits the wait for the cluster.
-        group: the worker group's name.
-        bundles: the bundle of each rank.
+        pool: the pool. Its current `timeout` limits the wait for the cluster.
+        bundles: bundle of each rank.
         guest_of: the bundles whose devices a guest uses.
     """
 
@@ -269,29 +257,25 @@ class Lease:
 
     @property
     def slots(self) -> list[Slot]:
-        """The slot of each rank."""
         if self._guest_of is not None:
             groups, indices = self._guest_of
             return [groups.guest_slot(indices)]
         return [groups.slot(index) for groups, index in self._bundles]
 
     def note_devices(self, devices: Sequence[tuple[str, ...]]) -> None:
-        """Note the GPUs of each rank, for its guests."""
+        """Store the GPUs of each rank for its guests."""
         if self._guest_of is None:
             for (groups, index), own in zip(self._bundles, devices, strict=True):
                 groups.devices[index] = own
 
     def begin(self) -> None:
-        """Take the bundles and reserve them.
-
-        Raises:
-            PlacementError: other groups have them, or the cluster does not give them within the pool's timeout.
-        """
+        """Lease the bundles and reserve them. Raises `PlacementError` if other groups lease them, or the cluster does
+        not provide them within the pool's timeout."""
         self._take()
         reserved: list[PlacementGroups] = []
         deadline = time.monotonic() + self._pool.timeout
         try:
-            # the largest first, as within one: a small one could take the only large node
+            # the largest first, as in `PlacementGroups._ask`
             for groups in sorted(self._placement_groups(), key=lambda groups: -max(groups.processes_per_node)):
                 if groups.place(deadline, self._pool.timeout):
                     reserved.append(groups)
@@ -302,29 +286,22 @@ class Lease:
             raise
 
     def renew(self) -> None:
-        """Wait until bundles whose node has left are placed again; lease them again after the pool's shutdown.
-
-        Raises:
-            PlacementError: the cluster does not give them within the pool's timeout, or after the pool's shutdown
-                other groups took them.
-        """
+        """Wait until Ray has placed the bundles of a lost node again. After the pool's shutdown, lease the bundles
+        again. Raises `PlacementError` if the cluster does not provide them within the pool's timeout, or other groups
+        leased them after the pool's shutdown."""
         self._take()
         deadline = time.monotonic() + self._pool.timeout
         for groups in self._placement_groups():
             groups.place(deadline, self._pool.timeout)
 
     def end(self) -> None:
-        """Free the bundles, which stay reserved."""
+        """End the lease. The bundles stay reserved."""
         with _leases_lock:
             for groups, index in self._bundles:
                 groups._leases[index].pop(self, None)
 
     def _take(self) -> None:
-        """Lease all bundles that it does not have yet, or none.
-
-        Raises:
-            PlacementError: as many groups as may lease a bundle already; the message names them.
-        """
+        """Lease all missing bundles, or raise a `PlacementError` and lease none if a bundle has no free lease."""
         with _leases_lock:
             free = [(groups, index) for groups, index in self._bundles if self not in groups._leases[index]]
             full = [(groups, index) for groups, index in free if len(groups._leases[index]) >= groups.max_colocate]
@@ -344,7 +321,7 @@ class Lease:
 
 
 Bundle = tuple[PlacementGroups, int]
-"""The place of one process: a bundle of a pool's placement groups."""
+"""The place of one process: placement groups of a pool, and the index of a bundle in them."""
 
 
 def remove(groups: Sequence[Any]) -> None:
@@ -360,14 +337,8 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 class Room:
-    """The resources of a cluster's nodes, less those taken here: one snapshot for all roles of a run.
-
-    Ray updates its own counts late when groups have just been placed or removed.
-
-    Args:
-        total: the resources of each node.
-        free: the part of them that is free.
-    """
+    """A snapshot of the resources of a cluster's nodes, less the resources that roles of a run take from it. Ray's own
+    counts are outdated just after groups are placed or removed."""
 
     def __init__(self, total: Mapping[str, Mapping[str, float]], free: Mapping[str, Mapping[str, float]]):
         self._total = {node: dict(resources) for node, resources in total.items()}
@@ -375,25 +346,24 @@ class Room:
 
     @classmethod
     def of_cluster(cls) -> Room:
-        """Take the snapshot of the cluster this process is connected to."""
+        """Take the snapshot of the connected cluster."""
         return cls({node["NodeID"]: node["Resources"] for node in _nodes()}, _free())
 
     def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
-        """Spread a role's processes over one node, if it is large enough, else over as few nodes as possible.
+        """Take resources for a role's processes on one node, if it is large enough, else on as few nodes as possible.
 
-        Free resources are taken first; if they do not suffice, all resources, which are then waited for.
+        If the free resources do not suffice, it takes from all resources, and the run later waits until these are free.
 
         Args:
-            processes: number of processes.
-            gpus_each: GPUs of each, all on one node.
-            cpus_each: CPUs of each, in Ray's count.
+            gpus_each: GPUs of each process, all on one node.
+            cpus_each: CPUs of each process, in Ray's count.
             together: each node gets a multiple of this many processes, if possible; see `ResourcePool.guests`.
 
         Returns:
-            The number on each node, the largest first.
+            Number of processes on each node, the largest first.
 
         Raises:
-            PlacementError: the cluster is not large enough, whatever is free.
+            PlacementError: the cluster is too small, even if all its resources were free.
         """
         asked = {name: amount for name, amount in (("GPU", gpus_each), ("CPU", cpus_each)) if amount}
 
@@ -413,7 +383,7 @@ class Room:
 
     def _take(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
         parts: list[int] = []
-        # the fullest node that takes them all, so that others stay whole; else the largest parts first
+        # the fullest node that has room for all processes; else the nodes with most room first
         for node in sorted(rooms, key=lambda node: (rooms[node] < processes, abs(rooms[node] - processes))):
             parts.append(min(rooms[node], processes - sum(parts)))
             for resources in (self._free[node], self._total[node]):
@@ -423,18 +393,18 @@ class Room:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs of the cluster, free or not."""
+    """Return the number of GPUs in the cluster, free or not."""
     return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
 
 
 def cores_per_gpu() -> int:
-    """Return the cores for each GPU on the node with the fewest, at least 1."""
+    """Return the number of cores per GPU on the node where it is smallest, at least 1."""
     from enginehouse.controller.cluster import count_cores, is_owned
 
     shares = []
     for node in _nodes():
         cores, gpus = node["Resources"].get("CPU", 1.0), node["Resources"].get("GPU", 0.0)
-        if is_owned():  # Ray was told of more than there are
+        if is_owned():  # Ray counts more cores than the machine has
             cores = min(cores, count_cores())
         if gpus:
             shares.append(cores // gpus)
@@ -442,8 +412,8 @@ def cores_per_gpu() -> int:
 
 
 def _free() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources by node, or none if Ray does not know them."""
-    with suppress(Exception):  # an internal of Ray: without it, the sum over all nodes has to do
+    """Return the free resources by node, or an empty dict if Ray does not know them."""
+    with suppress(Exception):  # an internal function of Ray; without it callers use the sum over all nodes
         from ray._private.state import available_resources_per_node
 
         return available_resources_per_node()
@@ -451,7 +421,7 @@ def _free() -> Mapping[str, Mapping[str, float]]:
 
 
 def describe_cluster() -> str:
-    """Describe the cluster's resources, node by node, and how much of them is free."""
+    """Describe the resources of each node of the cluster, and the free part of them."""
     import ray
 
     free, nodes = _free(), _nodes()
@@ -473,7 +443,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def find_nodes(slots: Sequence[Slot]) -> set[str]:
-    """Return Ray's ids of the nodes on which slots lie."""
+    """Return Ray's ids of the nodes that hold `slots`."""
     from ray.util import placement_group_table
 
     tables = {slot.placement_group.id: placement_group_table(slot.placement_group) for slot in slots}

@@ -1,4 +1,4 @@
-"""The built-in dispatch modes: how a worker group's call is split over its ranks and its results gathered."""
+"""The built-in dispatch modes, which split a worker group's call over its ranks and collect the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resource pools: processes on nodes and the CPUs and GPUs of each, reserved by Ray placement groups."""
+"""Resource pools: processes on nodes, with the CPUs and GPUs of each, reserved by Ray placement groups."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _numbers = itertools.count()
 
 
 class ResourcePool:
-    """Processes and what they may use, reserved together when the first worker group is launched on them.
+    """Processes and their resources, reserved together at the first launch of a worker group on the pool.
+
+    `shutdown` frees the resources. So does the end of the last reference to the pool and to all pools merged or split
+    from it.
 
     Args:
-        processes_per_node: processes on each node, one entry a node; entries may differ. The processes of an entry
-            are on one node; several entries may share a node that is large enough.
-        gpus_per_process: GPUs of each process. Ray gives fractions of one GPU, or whole GPUs.
+        processes_per_node: number of processes of each entry. The processes of an entry are on one node. Several
+            entries may share a node that is large enough.
+        gpus_per_process: GPUs of each process: a fraction of one GPU, or whole GPUs.
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
-        max_colocate: most groups on the pool at once. Each has its own processes, which get an equal part of
-            `gpus_per_process` and all of `cpus_per_process`.
-        guests: most further processes on each place, which use GPUs of those on the pool; see the method `guests`.
-        name: for messages.
-        timeout: seconds to wait for the cluster to give the resources.
+        max_colocate: maximum number of groups on the pool at once. Each group has its own processes, which get an equal
+            part of `gpus_per_process` and all of `cpus_per_process`.
+        guests: maximum number of further processes on each place, which share GPUs; see the method `guests`.
+        name: name for messages.
+        timeout: seconds to wait for the resources.
 
     Raises:
         ControllerError: the numbers are impossible.
-
-    `shutdown` gives the resources back, as does the end of the last reference to the pool or to one merged or split
-    from it.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class ResourcePool:
         self._guest_of: tuple[PlacementGroups, Sequence[int]] | None = None
 
     def _view(self, nodes: Sequence[Sequence[Bundle]], name: str) -> ResourcePool:
-        """Make a pool over bundles that others reserve."""
+        """Make a pool over bundles that other pools reserve."""
         pool = ResourcePool.__new__(ResourcePool)
         pool._set(nodes, name, self.timeout, self.gpus_per_process, self.cpus_per_process, self.max_colocate, own=None)
         return pool
 
     @property
     def processes_per_node(self) -> tuple[int, ...]:
-        """Processes of each entry; those of an entry are on one node."""
+        """Number of processes of each entry, which are on one node."""
         return tuple(len(node) for node in self._nodes)
 
     @property
@@ -85,27 +85,25 @@ class ResourcePool:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of each process's place, for all groups on the pool together, by Ray's names."""
+        """Resources of each process's place, for all groups on the pool together, by Ray's names."""
         return dict(self._nodes[0][0][0].bundle) if self._nodes else {}
 
     @property
     def groups(self) -> list[str]:
-        """Names of the worker groups that lease any of its places now."""
+        """Names of the worker groups that lease a place of the pool."""
         return list(dict.fromkeys(name for placed, index in self._bundles for name in placed.tenants(index)))
 
     @property
     def _bundles(self) -> list[Bundle]:
         return [bundle for node in self._nodes for bundle in node]
 
-    # Cutting
-
     def split(self, parts: int | Sequence[int]) -> list[ResourcePool]:
-        """Cut into pools over consecutive parts of its processes.
+        """Make pools over consecutive parts of this pool's processes.
 
-        The parts use the places of this pool, so a group on a part counts here, too.
+        The parts use the places of this pool, so a group on a part also counts on this pool.
 
         Args:
-            parts: a number of parts of equal size, or the size of each part, in processes.
+            parts: number of equal parts, or the size of each part in processes.
 
         Raises:
             ControllerError: the parts are not equal, or their sizes do not add up to the pool's.
@@ -134,11 +132,10 @@ class ResourcePool:
     def guests(self, each: int, number: int) -> list[ResourcePool]:
         """Make pools of one process each, which takes turns with `each` neighbouring processes on their GPUs.
 
-        Ray gives a guest no GPUs. Groups on this pool must be launched first.
+        Ray assigns no GPUs to a guest. Launch the groups on this pool first.
 
         Args:
-            each: processes of this pool, on one node.
-            number: number of such pools.
+            each: number of this pool's processes, on one node, per guest.
 
         Raises:
             ControllerError: there are too few neighbours.
@@ -157,13 +154,11 @@ class ResourcePool:
             pools.append(pool)
         return pools
 
-    # Leasing
-
     def lease(self, group: str) -> Lease:
-        """Lease a place for each process of a worker group, by its name; the first lease reserves the pool.
+        """Lease a place for each process of a worker group. The first lease reserves the pool.
 
         Raises:
-            PlacementError: `max_colocate` groups are on the pool already, or the cluster does not give the resources
+            PlacementError: `max_colocate` groups are on the pool already, or the cluster does not provide the resources
                 within the pool's timeout.
             ControllerError: the pool was shut down.
         """
@@ -174,10 +169,8 @@ class ResourcePool:
         return lease
 
     def shutdown(self) -> None:
-        """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
-
-        A restart of such a group reserves the pool again. A pool that was merged or split only lets go of its places.
-        """
+        """Free all resources. Shut down the groups on the pool first, because they lose their processes. A restart of
+        such a group reserves the pool again. A merged or split pool only drops its places."""
         if self._own is None:
             self._nodes = []
         else:
@@ -188,10 +181,10 @@ class ResourcePool:
 
 
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
-    """Make a pool over the places of several pools; its ranks are those of the first pool, then of the second, ...
+    """Make a pool over the places of several pools, with the ranks of the first pool, then of the second, and so on.
 
-    It reserves nothing itself. Groups on it count on the merged pools, and their groups on it. To have groups on
-    two pools and on both together at once, make these with `max_colocate=2`.
+    It reserves nothing itself. Groups on it count on the merged pools, and their groups count on it. To place groups on
+    two pools and on their merged pool at once, make the two pools with `max_colocate=2`.
 
     Raises:
         ControllerError: there are no pools, they overlap, or their processes do not get the same resources.
@@ -225,7 +218,6 @@ def _nodes_of(own: PlacementGroups) -> list[list[Bundle]]:
 
 
 def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[Bundle]]:
-    """Cut out processes `start` to `end`, each still with its neighbours on its node."""
     parts = []
     offset = 0
     for node in nodes:

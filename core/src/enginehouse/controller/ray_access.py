@@ -1,6 +1,6 @@
-"""Guards calls to Ray: none once it is being shut down, and calls that end something only with a time limit.
+"""Guards calls to Ray: rejects them once Ray shuts down, and gives a time limit to calls that end something.
 
-Ray's C++ ends the program that calls it after its shutdown, or a minute after its control service (GCS) has died.
+Ray's C++ code ends a program that calls it after its shutdown, or a minute after its control service (GCS) has died.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from enginehouse.controller.errors import ClusterLost
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 5.0
-"""Time a call that ends something may take."""
+"""Time limit of a call that ends something."""
 LEAVING_SECONDS = 3.0
-"""Time threads get to leave Ray before it is shut down; they look every `LOOK_SECONDS`."""
+"""Time that threads have to leave Ray before its shutdown. They check every `LOOK_SECONDS`."""
 LOOK_SECONDS = 1.0
-"""Interval in which a thread that waits for Ray checks that it still runs."""
+"""Interval at which a thread that waits for Ray checks that Ray still runs."""
 
 
 class RayAccess:
-    """A context around calls to Ray: entering it fails once Ray is shut down, or its control service has died.
+    """A context around calls to Ray. Entering it raises once Ray is shut down or its control service has died.
 
     Attributes:
-        lost: True if the control service was found dead.
-        abandoned: True if its processes were killed without a shutdown of Ray here: the program should not end through
-            Ray's own handlers.
+        abandoned: True if Ray's processes were killed without a shutdown of Ray in this process. The program should
+            then not end through Ray's own exit handlers.
     """
 
     def __init__(self) -> None:
@@ -45,42 +44,36 @@ class RayAccess:
 
     @property
     def stuck(self) -> bool:
-        """True while Ray has not answered a call that was to end something; no other is tried meanwhile."""
+        """True while Ray has not answered a call that should end something. `end` then tries no other call."""
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
-        """Let callers in; `control` is the process of Ray's control service, if it is on this machine."""
+        """Accept callers. `control` is the process of Ray's control service, if it is on this machine."""
         self.lost = self.abandoned = self._closed = False
         self._hung = []
         self._control = control
 
     def carry_on(self) -> None:
-        """Let callers in though the control service is dead: living workers still answer a while, to be saved."""
+        """Accept callers although the control service is dead, because workers still answer for a while."""
         self._control = None
 
     def close(self) -> None:
-        """Let no more callers in, and wait for those inside to leave."""
+        """Accept no more callers, and wait until all callers inside have left."""
         with self._left:
             self._closed, self._control = True, None
             if not self._left.wait_for(lambda: not self._inside, LEAVING_SECONDS):
                 log.debug("%d threads are still inside Ray", self._inside)
 
     def check(self) -> None:
-        """Check that Ray may still be called; a caller inside who waits does so every `LOOK_SECONDS`.
-
-        Raises:
-            ClusterLost: Ray is being shut down, or its control service is dead.
-        """
+        """Check that Ray may still be called. A caller that waits inside does so every `LOOK_SECONDS`. Raises
+        `ClusterLost` if Ray is being shut down, or its control service is dead."""
         if self._closed:
             raise ClusterLost("Ray was shut down, or is being so")
         self.look()
 
     def look(self) -> None:
-        """Check that Ray still runs; a thread that waits outside Ray does so every `LOOK_SECONDS`.
-
-        Raises:
-            ClusterLost: Ray's control service is dead.
-        """
+        """Check that Ray still runs. A thread that waits outside does so every `LOOK_SECONDS`. Raises `ClusterLost` if
+        Ray's control service is dead."""
         control = self._control
         if control is None or time.monotonic() < self._next_look:
             return
@@ -109,7 +102,7 @@ class RayAccess:
                 self._left.notify_all()
 
     def end(self, what: str, call: Callable[[], object], seconds: float = ENDING_SECONDS) -> bool:
-        """Make a call that ends something; return False if it did not return in time, or was not tried."""
+        """Make a call that ends something. Return False if the call did not return in time, or was not tried."""
         if self.stuck:
             return False
         errors: list[Exception] = []
@@ -120,7 +113,7 @@ class RayAccess:
             except Exception as error:
                 errors.append(error)
 
-        # in a thread: the main one must stay able to run signal handlers, which native code that hangs does not let it
+        # in a thread, because the main thread must run signal handlers, and native code that hangs would stop that
         thread = threading.Thread(target=run, name=f"ray-{what}", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -134,11 +127,10 @@ class RayAccess:
 
 
 ray_access = RayAccess()
-"""The guard of this process."""
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return True if a process runs; one that ended and was not waited for does not."""
+    """Return True if a process runs; False for a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,8 +1,8 @@
-"""Ray's notices about dead workers: into the log instead of onto the console.
+"""Sends Ray's notices about dead workers to the log instead of the console.
 
-The one place that reaches into Ray's internals. `ray.init(log_to_driver=False)` does not keep
-`ray._private.worker.listen_error_messages` from printing "(raylet) A worker died or was killed ..." to stdout,
-beside the error that the controller raises with role, rank and method. Remove this once Ray honours the flag there.
+This module alone changes Ray's internals. `ray.init(log_to_driver=False)` does not stop
+`ray._private.worker.listen_error_messages` from printing "(raylet) A worker died or was killed ..." to stdout, beside
+the controller's error with role, rank and method. Remove this module once Ray obeys that flag there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def quiet_notices() -> None:
-    """Send what Ray would print about the cluster to this module's logger, at level INFO; where Ray allows it."""
+    """Log Ray's notices about the cluster at level INFO instead of printing them, if this Ray version allows it."""
     from ray._private import worker
 
     printing = getattr(worker, "print_to_stdstream", None)

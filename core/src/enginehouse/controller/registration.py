@@ -1,4 +1,4 @@
-"""`@register` marks a method of a worker with the way it is called over a group; the group does the work."""
+"""`@register` marks a method of a worker with the way in which its group calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "__enginehouse_call__"
 
 
 class Dispatch(StrEnum):
-    """The built-in dispatch modes; a plain string does as well."""
+    """The built-in dispatch modes. Plain strings work as well."""
 
     ONE_TO_ALL = "one_to_all"
     ALL_TO_ALL = "all_to_all"
@@ -25,7 +25,7 @@ class Dispatch(StrEnum):
 
 
 class Execute(StrEnum):
-    """The ranks that execute a call; a plain string does as well."""
+    """The ranks that execute a call. Plain strings work as well."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -64,31 +64,29 @@ def register(
     timeout: float | None = None,
     urgent: bool = False,
 ) -> Any:
-    """Make a method of a worker callable on its group: `group.method(...)`.
+    """Make a method of a worker callable on its group as `group.method(...)`.
 
     Args:
         dispatch: mode by which arguments reach the ranks.
-
             - `"one_to_all"`: every rank gets the same arguments.
             - `"rank_zero"`: only rank 0 is called.
-            - `"all_to_all"`: each argument is a list (or `PerRank`) with one entry a rank; `Same(value)` goes to all.
-            - `"dp"`: batches are split over the data axis of the workers' meshes, the same shard to every rank of a
-              model-parallel replica; other arguments go to all as they are; results come from output ranks only.
-              Torch cannot make tensors of the object store read-only: never write into a batch's column in place,
-              everybody who has the batch would see it; `batch.clone()` first.
-            - `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns one `(args, kwargs)` a rank
-              (None: that rank is not called), `g(group, outputs)` gets one output a rank, None for ranks that were
-              not called.
-            - any other name: a dispatch mode that a plugin registered, found on the controller at the first call.
-        collect: rule that puts results together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
-            `"distributed"` (batches stay where they are: a `DistributedBatch`; all else as `"concat"`), `"first"`,
-            `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, of plain floats the last rank's
-            stands, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all` give a list,
-            `dp` is `"distributed"`, `rank_zero` gives the result of rank 0.
-        execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
+            - `"all_to_all"`: each argument is a list (or `PerRank`) with one entry per rank; `Same(value)` goes to all.
+            - `"dp"`: batches are split over the data axis of the workers' meshes. All ranks of a model-parallel replica
+              get the same shard. Other arguments go to every rank. Only output ranks return results. Never write into a
+              column of the batch in place, because every reader would see it and torch has no read-only tensors;
+              `batch.clone()` first.
+            - `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns one `(args, kwargs)` per rank,
+              or None for a rank that is not called. `g(group, outputs)` gets one output per rank, or None.
+            - any other name: a dispatch mode of a plugin, which the controller looks up at the first call.
+        collect: rule that combines results: `"list"`, `"first"`, `"concat"` (batches, lists, arrays; None if all are
+            None), `"distributed"` (batches stay on the workers and make a `DistributedBatch`; other results as
+            `"concat"`), `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, and of plain floats the
+            last rank's is kept, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all`
+            return a list, `dp` uses `"distributed"`, and `rank_zero` returns the result of rank 0.
+        execute: `"rank_zero"` calls only rank 0, with the arguments that the dispatch gives it.
         blocking: False returns a `Future`.
-        timeout: deadline in seconds; None takes the group's.
-        urgent: for an async method that must run though many others wait: these do not take its place in the worker.
+        timeout: deadline in seconds; None uses the group's.
+        urgent: True for an async method that must run even if many others wait, because these do not block its lane.
     """
     if inspect.isfunction(dispatch):
         return register()(dispatch)
@@ -117,7 +115,7 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, CallSpec]:
-    """Return the registered methods of a class. An override without a decorator keeps its parent's spec."""
+    """Return the registered methods of a class. An override without the decorator keeps the spec of its parent."""
     specs: dict[str, CallSpec] = {}
     for parent in reversed(cls.__mro__):
         for name, member in vars(parent).items():

@@ -1,4 +1,4 @@
-"""Rows of several shards, picked and ordered without reading them."""
+"""Rows of several shards, selected and ordered without reading them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class ShardRows:
     """Some rows of some shards. Immutable.
 
     Args:
-        shards: the shards.
-        numbers: the row numbers over all shards end to end, int64.
+        numbers: row numbers over all shards, concatenated, int64.
     """
 
     __slots__ = ("numbers", "shards", "starts")
@@ -28,23 +27,22 @@ class ShardRows:
         self.numbers = numbers
 
     def shard_of(self) -> np.ndarray:
-        """Return the shard of each row, by its number."""
         return np.searchsorted(self.starts, self.numbers, side="right") - 1
 
     def take(self, index: np.ndarray) -> ShardRows:
-        """Return the rows at these indices; shards without a row are let go, so that their memory can be freed."""
+        """Return the rows at these indices. Shards without a row are dropped, so that their memory can be freed."""
         rows = ShardRows(self.shards, self.numbers[index])
         used, which = np.unique(rows.shard_of(), return_inverse=True)
         if len(used) == len(self.shards):
             return rows
-        shards = [self.shards[number] for number in used] or self.shards[:1]  # one always says what the columns are
+        shards = [self.shards[number] for number in used] or self.shards[:1]  # one shard is kept for its columns
         if not len(used):
             return ShardRows(shards, rows.numbers)
         return ShardRows(shards, rows.numbers - self.starts[used][which] + _starts(shards)[which])
 
     @staticmethod
     def concat(parts: Sequence[ShardRows]) -> ShardRows:
-        """Return all rows of all parts, in order; a shard of several parts is read once."""
+        """Return all rows of all parts, in order. A shard of several parts is read once."""
         shards = list({id(shard): shard for part in parts for shard in part.shards}.values())
         starts = dict(zip(map(id, shards), _starts(shards)))
         numbers = []
@@ -54,10 +52,10 @@ class ShardRows:
         return ShardRows(shards, np.concatenate(numbers))
 
     def pieces(self, stored: Sequence[str]) -> tuple[tuple[Piece, ...], np.ndarray | None]:
-        """Return the pieces to read, shard by shard, and how to arrange their rows; None: as they are.
+        """Return the pieces to read, shard by shard, and the order of their rows; None if they are in order.
 
         Args:
-            stored: the columns that are read from the shards.
+            stored: columns that are read from the shards.
         """
         of_shard = self.shard_of()
         order = np.argsort(of_shard, kind="stable")
@@ -71,11 +69,8 @@ class ShardRows:
 
 
 def join_shards(shards: Sequence[Shard], where: str) -> ShardRows:
-    """Return all rows of `shards`, end to end; `where` is for messages.
-
-    Raises:
-        DispatchError: there is no shard, or their columns differ in name, kind, dtype or shape of an entry.
-    """
+    """Return all rows of `shards`, concatenated. `where` is for messages. Raises `DispatchError` if there is no shard,
+    or their columns differ in name, kind, dtype or shape of an entry."""
     if not shards:
         raise DispatchError(f"{where}: there is no shard")
     names = tuple(shards[0].facts.kinds)
@@ -101,8 +96,8 @@ def _starts(shards: Sequence[Shard]) -> np.ndarray:
 
 
 def _make_piece(shard: Shard, rows: np.ndarray, stored: Sequence[str]) -> Piece:
-    """Describe some rows of a shard as briefly as possible."""
-    if isinstance(shard.place, Batch):  # it would travel whole, with all its columns
+    """Describe some rows of a shard in the shortest form."""
+    if isinstance(shard.place, Batch):  # else all its rows and columns would travel
         return Piece(shard.place.select(stored).take(rows), shard.origin, None)
     if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():
         start = int(rows[0]) if len(rows) else 0

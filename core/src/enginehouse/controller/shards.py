@@ -1,4 +1,4 @@
-"""Batches that a worker keeps back: the controller gets the facts to plan with, not the rows."""
+"""Batches that stay on a worker. The controller gets only the facts that it needs to plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class ShardFacts:
     """Facts of a shard that are known without reading it.
 
     Attributes:
-        rows: its row count.
-        kinds: each column's kind, dtype and shape in words.
+        kinds: kind, dtype and shape of each column, in words.
         forms: the part of the kinds in which shards must agree.
-        numbers: its columns of one number a row.
-        lengths: each ragged column's row lengths, int64 `(rows,)`.
+        numbers: the columns of one number per row.
+        lengths: row lengths of each ragged column, int64 `(rows,)`.
     """
 
     rows: int
@@ -32,7 +31,7 @@ class ShardFacts:
 
     @classmethod
     def of(cls, batch: Batch) -> ShardFacts:
-        """Collect the facts of a batch, in the process that made it."""
+        """Collect the facts of a batch in the process that made it."""
         from torch import Tensor
 
         from enginehouse.data import Ragged
@@ -44,7 +43,7 @@ class ShardFacts:
         for name in batch.columns:
             column = batch[name]
             if isinstance(column, Ragged):
-                key = id(column.offsets)  # columns of the same rows share them, and their lengths are sent once
+                key = id(column.offsets)  # columns of the same rows share offsets, and their lengths are sent once
                 if key not in known:
                     known[key] = column.lengths.numpy()
                 lengths[name] = known[key]
@@ -57,12 +56,11 @@ class ShardFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One worker's result, where it was made.
+    """One worker's result, which stays in the worker's process.
 
     Attributes:
-        place: Ray's reference to it, or the batch itself if a group in this process made it.
-        facts: its facts.
-        origin: role, rank, node and method it came from, for messages.
+        place: Ray's reference to the batch, or the batch itself if a group in this process made it.
+        origin: role, rank, node and method that made the batch, for messages.
     """
 
     place: Any
@@ -71,22 +69,20 @@ class Shard:
 
 
 def keep_back(result: Any) -> tuple[Any, Batch | None]:
-    """Split a result into the part that the controller gets and the batch that stays.
-
-    A batch, or the batch that ends a tuple, stays, and its facts take its place. Any other result is returned whole.
-    """
+    """Split a result into the part that the controller gets and the batch that stays. A batch stays, as the result or
+    as the last item of a tuple, and its facts replace it. Any other result is returned whole."""
     batch = get_last(result)
     module = sys.modules.get("enginehouse.data.batch")
-    if module is None or not isinstance(batch, module.Batch):  # where it was never imported nothing is a batch
+    if module is None or not isinstance(batch, module.Batch):  # no batch exists if the module was never imported
         return result, None
     return replace_last(result, ShardFacts.of(batch)), batch
 
 
 def replace_last(result: Any, value: Any) -> Any:
-    """Return the result with another value in its batch's place."""
+    """Return the result with another value in place of its batch."""
     return (*result[:-1], value) if isinstance(result, tuple) else value
 
 
 def get_last(result: Any) -> Any:
-    """Return the value in a batch's place: the last one of a tuple, or the result itself."""
+    """Return the value in place of a batch: the last item of a tuple, or the result itself."""
     return result[-1] if isinstance(result, tuple) and result else result

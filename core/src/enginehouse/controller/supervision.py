@@ -1,4 +1,4 @@
-"""Restarts processes that may die separately. After a number of vain restarts a process is left out."""
+"""Restarts processes that may die separately. After too many restarts without work, a process is left out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from enginehouse.errors import first_line
 log = logging.getLogger(__name__)
 
 State = Literal["serving", "returned", "lost", "out"]
-"""A process serves; has returned from a restart and lacks something; is lost, perhaps being started; or stays out."""
+"""The process serves; has returned from a restart and waits for something, such as weights; is lost; or stays out."""
 RESTARTS = 3
-"""Most restarts of a process without work in between."""
+"""Maximum number of restarts of a process without work in between."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_END_SECONDS = 3.0
-"""Time that a running restart gets at the end; then its place is taken away."""
+"""Time that a running restart has at the shutdown before the pool is shut down."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +31,8 @@ class Seat:
     """One of several processes, through all its restarts.
 
     Attributes:
-        number: its number.
-        group: its group.
-        rank: its rank in the group.
-        incarnation: number of the process that lives now, from 0.
-        state: its state.
-        restarts: restarts since it last did something.
-        death: the reason why it died last.
-        restarting: the thread that restarts it, or did last.
+        incarnation: number of the current process, from 0.
+        restarts: number of restarts since the process last did some work.
     """
 
     number: int
@@ -52,17 +46,15 @@ class Seat:
 
     @property
     def comes_back(self) -> bool:
-        """True if it is being started again, or was just now."""
+        """True if the process is being restarted, or its restart has just ended."""
         return self.state in ("lost", "returned") and self.restarting is not None and self.restarting.is_alive()
 
     @property
     def is_started(self) -> bool:
-        """True if it is being started again."""
         return self.state == "lost" and self.comes_back
 
     @property
     def member(self) -> Member:
-        """The process that lives now."""
         return Member(self.number, self.incarnation, self.group)
 
 
@@ -70,13 +62,12 @@ S = TypeVar("S", bound=Seat)
 
 
 class Supervisor(Generic[S]):
-    """Restarts lost processes, each in a separate thread. May be used from any thread.
+    """Restarts lost processes, each in a separate thread. Usable from any thread.
 
     Args:
-        seats: the processes; may grow.
-        restarts: most restarts of a process without work in between; then it is out.
-        idle: the work it has not done then, for messages.
-        begin: called once a process runs again; sets its state, and returns a text to add to the log line.
+        restarts: maximum number of restarts of a process without work in between, after which it is out.
+        idle: the work that it has not done then, for messages.
+        begin: called once a process runs again. It sets the state, and returns text for the log line.
         changed: called once a process is back, or out.
 
     Attributes:
@@ -98,10 +89,8 @@ class Supervisor(Generic[S]):
         self._restarts = 0
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
-        """Note that a process is lost for the reason `death`, and restart it in the background.
-
-        The log shows `shown` instead of `death`, if given. Returns False if the loss was known, or all processes end.
-        """
+        """Mark a process as lost because of `death`, and restart it in the background. The log shows `shown` instead of
+        `death`, if it is not empty. Returns False if the loss was known, or at the shutdown."""
         with self.lock:
             if seat.incarnation != member.incarnation or self.closing.is_set():
                 return False
@@ -130,7 +119,7 @@ class Supervisor(Generic[S]):
                 if self.closing.is_set():
                     return
                 beside = self._begin(seat)
-            except BaseException as error:  # whatever it is, even a `sys.exit()`: work waits for this process
+            except BaseException as error:  # even a `sys.exit()`, because work waits for this process
                 if not self.closing.is_set():
                     seat.death = f"its restart failed: {first_line(error)}"
                     log.warning("%s: %s", seat.group.name, seat.death)
@@ -144,17 +133,17 @@ class Supervisor(Generic[S]):
         return f"was started again {seat.restarts} times without {self._idle} in between; at last: {seat.death}"
 
     def take_restarts(self) -> int:
-        """Return the number of restarts since the last call of this."""
+        """Return the number of restarts since the last call of this method."""
         with self.lock:
             restarts, self._restarts = self._restarts, 0
         return restarts
 
     def shutdown(self, timeout: float = SHUTDOWN_SECONDS, pool: ResourcePool | None = None) -> None:
-        """End all processes at the same time. May be called again.
+        """End all processes at the same time. A second call does nothing.
 
         Args:
-            timeout: seconds that each gets.
-            pool: the pool to shut down, so that a running restart, which may still call Ray, fails.
+            timeout: seconds that each process has.
+            pool: pool to shut down, so that a running restart, which may still call Ray, fails.
         """
         self.closing.set()
         with self.lock:
@@ -176,10 +165,8 @@ def _wait_for_restarts(seats: Sequence[Seat]) -> None:
 
 
 def run_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run calls in separate threads and wait for all; then raise the first error, or return the results.
-
-    It uses no executor, whose threads would hold up the end of the program.
-    """
+    """Run calls in separate threads and wait for all. Then raise the first error, or return the results. It uses no
+    executor, because an executor's threads would delay the end of the program."""
     if len(calls) == 1:
         return [calls[0]()]
     results: list[Any] = [None] * len(calls)

@@ -1,9 +1,10 @@
-"""A light trace of worker-group calls, for timelines: listeners in this process, called as each call ends.
+"""A light trace of worker-group calls, for timelines. Listeners in this process are called at the end of each call.
 
     remove = add_listener(lambda group, method, call, start_ns, end_ns: ...)
 
-`call` numbers this controller's calls; times are `time.monotonic_ns()`. A call ends when its results are collected
-or its error is raised; a listener runs in the thread that collects, must be quick, and one that raises is dropped.
+`call` numbers this controller's calls, and times are `time.monotonic_ns()`. A call ends when its results are collected
+or its error is raised. A listener runs in the thread that collects, and must be quick. A listener that raises is
+removed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _numbers = itertools.count()
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:
-    """Call `listener(group, method, call, start_ns, end_ns)` for every call from now on; returns what removes it."""
+    """Call `listener(group, method, call, start_ns, end_ns)` after each call. Returns a function to remove it."""
     _listeners.append(listener)
 
     def remove() -> None:
@@ -35,7 +36,7 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 
 class CallTrace:
-    """One call; observers get `call_dispatched` when it is made, listeners and `call_collected` when it ends."""
+    """One call. Observers get `call_dispatched` at its start; listeners and `call_collected` are called at its end."""
 
     __slots__ = ("_ended", "call", "group", "method", "start_ns")
 
@@ -50,7 +51,7 @@ class CallTrace:
             manager.observe("call_dispatched", group=group, method=method, call=self.call)
 
     def end(self) -> None:
-        """Note that the call's results are in, or that it failed; only the first time counts."""
+        """Record the end of the call, with results or an error. Only the first time counts."""
         if self._ended:
             return
         self._ended = True
@@ -61,7 +62,7 @@ class CallTrace:
             except Exception as error:
                 _listeners.remove(listener)
                 message = "a listener of worker-group calls failed and is not called again: %s: %s"
-                disk = isinstance(error, OSError)  # the timeline's, say: where is plain, and a traceback adds nothing
+                disk = isinstance(error, OSError)  # for example of the timeline, where a traceback adds nothing
                 log.warning(message, type(error).__name__, error, exc_info=not disk)
         manager = plugins()
         if manager.observes("call_collected"):

@@ -1,4 +1,4 @@
-"""The class that runs on a worker process, and the arguments it is built with."""
+"""The class that runs on a worker process, and its constructor arguments."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from enginehouse.engines.model import ProcessContext
 
 
 class Worker:
-    """Base of worker classes, for its type: plain classes work as well.
-
-    Attributes:
-        context: this process's place; set before `__init__` runs.
-        mesh: optional, an `enginehouse.engines.mesh.Mesh`, by which `dp` calls are split. Set it in `__init__`, or
-            later and call the group's `refresh_meshes()`.
+    """Base of worker classes, for type checkers. Plain classes work as well.
 
     A method named `shutdown` is called once when the group shuts down in order.
+
+    Attributes:
+        context: facts about this process, set before `__init__` runs.
+        mesh: optional `enginehouse.engines.mesh.Mesh`, by which `dp` calls are split. Set it in `__init__`, or set it
+            later and call the group's `refresh_meshes()`.
     """
 
     context: ProcessContext
 
 
 class WorkerSpec:
-    """A worker class and its constructor's arguments; the object is built in the worker process.
+    """A worker class and its constructor arguments. The worker process builds the object.
 
     Args:
-        cls: a class. One decorated with `@ray.remote` is taken as the class it decorates.
-        args: positional arguments of its constructor.
-        kwargs: keyword arguments of its constructor.
+        cls: a class. A class decorated with `@ray.remote` is replaced by the original class.
     """
 
     def __init__(self, cls: Any, /, *args: Any, **kwargs: Any):
@@ -53,15 +51,15 @@ class WorkerSpec:
         python: str | None = None,
         reads: Iterable[str] | None = None,
     ) -> WorkerSpec:
-        """Return a copy with other options of the process; None leaves an option as it is.
+        """Return a copy with other options of the process; None keeps an option.
 
         Args:
-            env: environment variables, set before the process's interpreter starts (this costs the process its
-                warm start, and Ray writes them to its log).
-            variables: environment variables, set before torch is imported.
-            distributed: False leaves out the rendezvous for `torch.distributed` (which imports torch on rank 0).
-            python: path of the interpreter of another Python environment, with the same Ray and core installed.
-            reads: directories of models that it reads, which the process's node has to have if this one has them.
+            env: environment variables, set before the interpreter starts. With them Ray starts the process cold and
+                writes the variables to its log.
+            variables: environment variables, set before the import of torch.
+            distributed: False leaves out the rendezvous for `torch.distributed`, which imports torch on rank 0.
+            python: path of the interpreter of another Python environment, which has the same Ray and core.
+            reads: directories of models that the worker reads. Its node must have each that this process has.
         """
         copy = WorkerSpec(self.cls, *self.args, **self.kwargs)
         copy.env = dict(self.env) if env is None else {name: str(value) for name, value in env.items()}

@@ -1,6 +1,6 @@
 """The batch that roles exchange, and its division into micro-batches.
 
-Names are imported when first used, so that reading a data file (`enginehouse_rl.data.files`) needs no torch.
+Each name is imported at its first use, so that reading a data file (`enginehouse_rl.data.files`) needs no torch.
 """
 
 from __future__ import annotations

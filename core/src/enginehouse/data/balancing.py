@@ -1,4 +1,4 @@
-"""Assignment of rows to parts with about the same number of tokens each. Pure: rows are numbers here.
+"""Assignment of rows to parts with about the same number of tokens each. Rows are only numbers here.
 
 The algorithm is the largest differencing method of N. Karmarkar and R. M. Karp, "The differencing method of set
 partitioning" (Report UCB/CSD 82/113, University of California, Berkeley, 1982), for any number of parts. With equal
@@ -19,20 +19,19 @@ Entry = tuple[int, int]
 def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]:
     """Assign rows to parts so that the sums of their lengths are nearly equal.
 
-    Uses largest differencing, or the greedy assignment (longest row first, to the emptiest part) if its fullest part is
-    smaller. The fullest part therefore holds at most `4/3 - 1/(3 parts)` of the optimum (Graham 1969), and usually
-    equals it to a token. The same lengths always give the same plan.
+    The method is largest differencing, or the greedy assignment (longest row first, to the emptiest part) if its
+    fullest part is smaller. The fullest part therefore holds at most `4/3 - 1/(3 parts)` of the optimum (Graham 1969),
+    and usually equals it to a token. The same lengths always give the same plan.
 
     Args:
         lengths: length of each row in tokens, or another cost that adds up. A list, a 1-D array, or a 1-D integer
             tensor in host memory.
-        parts: number of parts.
 
     Returns:
         Row numbers of each part, int64, ascending. Each row is in exactly one part. The sums of two parts differ by at
         most the longest row. Parts are ordered by their first rows. With fewer rows than parts, the last parts are
-            empty;
-        otherwise none is. Rows of equal length are assigned in consecutive runs, which a `Batch` cuts without a copy.
+        empty; otherwise no part is. Rows of equal length are assigned in consecutive runs, which a `Batch` cuts without
+        a copy.
 
     Raises:
         ValueError: if `parts` is not positive, a length is negative, or `lengths` are not one-dimensional integers.
@@ -59,8 +58,8 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
 def _assign_by_differences(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
     """Return the load of the fullest part and the rows of each part, by largest differencing.
 
-    A partial assignment is a list of entries, least load first, without empty parts. The two with the largest spread
-    are merged, fullest part with emptiest, until one is left.
+    A partial assignment is a list of non-empty entries, with the least load first. The two partial assignments with the
+    largest spread are merged, fullest part with emptiest, until one is left.
     """
     bags = [[row] for row in range(len(loads))]
     partials: list[tuple[int, int, list[Entry]]] = [(-load, row, [(load, row)]) for row, load in enumerate(loads)]

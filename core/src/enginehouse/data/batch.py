@@ -1,4 +1,4 @@
-"""`Batch`: the data that roles exchange. Named columns with the same rows, immutable, cheap to cut and to send."""
+"""`Batch`: the data that roles exchange. It has named columns with the same rows, is immutable, and cheap to split."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Batch:
     A column is a dense tensor `(rows, ...)` (numpy arrays are accepted), a `Ragged` (one sequence per row, no padding),
     or a tuple of Python objects (lists are accepted). A batch is immutable: operations return new batches that share
     memory with the old one if possible. Never write into a column in place: torch has no read-only tensors, and a write
-    to the object store would change the data of every reader. `clone` first. Ragged columns with equal row lengths
+    to the object store would change the data of every reader. Use `clone` first. Ragged columns with equal row lengths
     share one `offsets` tensor.
 
     Pickling sends each tensor as an out-of-band buffer (pickle 5), so a batch from Ray's object store is a view of the
-    store. Tensors of a device arrive in host memory.
+    store. Device tensors arrive in host memory.
 
     >>> batch = Batch({"input_ids": Ragged.from_list([[1, 2], [3]]), "reward": torch.tensor([0.0, 1.0])})
     >>> batch["input_ids"][1], len(batch)
@@ -50,7 +50,7 @@ class Batch:
     _columns: dict[str, Any]
     _rows: int
 
-    __iter__ = None  # without this Python would try batch[0], batch[1], ...
+    __iter__ = None  # else Python would iterate by batch[0], batch[1], ...
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         """Check and store `columns`.
@@ -65,16 +65,14 @@ class Batch:
 
     @classmethod
     def _make(cls, columns: dict[str, Any], rows: int) -> Batch:
-        """Return a batch of `columns`, which it owns, without checks."""
+        """Return a batch that owns `columns`, without checks."""
         self = object.__new__(cls)
         self._columns = columns
         self._rows = rows
         return self
 
-    # Looking
-
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self._rows
 
     def __getitem__(self, name: str) -> Any:
@@ -100,7 +98,7 @@ class Batch:
         """Return the dense column `name`.
 
         Raises:
-            TypeError: if it is of another kind.
+            TypeError: if the column is not dense.
         """
         return self._of_kind(name, Tensor, "dense")
 
@@ -108,7 +106,7 @@ class Batch:
         """Return the ragged column `name`.
 
         Raises:
-            TypeError: if it is of another kind.
+            TypeError: if the column is not ragged.
         """
         return self._of_kind(name, Ragged, "ragged")
 
@@ -116,7 +114,7 @@ class Batch:
         """Return the object column `name`.
 
         Raises:
-            TypeError: if it is of another kind.
+            TypeError: if the column does not hold objects.
         """
         return self._of_kind(name, tuple, "object")
 
@@ -152,8 +150,6 @@ class Batch:
         width = max(map(len, self._columns), default=0)
         return "\n".join([title, *(f"  {name:{width}}  {describe_column(c)}" for name, c in self._columns.items())])
 
-    # Columns
-
     def select(self, names: Iterable[str]) -> Batch:
         """Return only these columns, in this order."""
         return Batch._make({name: self[name] for name in as_names(names)}, self._rows)
@@ -166,7 +162,7 @@ class Batch:
         return Batch._make({name: c for name, c in self._columns.items() if name not in dropped}, self._rows)
 
     def with_columns(self, **columns: Any) -> Batch:
-        """Add columns, or replace those of the same name.
+        """Add columns, or replace columns of the same name.
 
         Raises:
             BatchError: if a column does not have the row count of this batch.
@@ -192,8 +188,6 @@ class Batch:
         if len(renamed) != len(self._columns):
             raise BatchError(f"renaming {dict(names)} gives two columns of {', '.join(self._columns)} the same name")
         return Batch._make(renamed, self._rows)
-
-    # Rows
 
     def slice(self, start: int, stop: int | None = None) -> Batch:
         """Return rows `start` to `stop`, with Python's rules for negative and large numbers. A view."""
@@ -225,11 +219,11 @@ class Batch:
         return self if n == 1 else self._gather(np.repeat(np.arange(self._rows), n))
 
     def split(self, parts: int | Sequence[int]) -> list[Batch]:
-        """Cut into consecutive batches, which are views.
+        """Split into consecutive batches, which are views.
 
         Args:
-            parts: the sizes, or a number of parts. Their sizes then differ by at most one, the first are the larger
-                ones, and some are empty if there are fewer rows than parts.
+            parts: size of each part, or a number of parts, whose sizes then differ by at most one. The first parts are
+                the larger ones. Some parts are empty if there are fewer rows than parts.
 
         Raises:
             BatchError: if the number of parts is not positive, or the sizes do not add up to the number of rows.
@@ -245,7 +239,7 @@ class Batch:
         Batches without rows need only equal names, because their kinds may be unknown.
 
         Raises:
-            BatchError: if a column differs, which the message names, or if there is no batch.
+            BatchError: if a column differs, whose name the message has, or if there is no batch.
         """
         batches = list(batches)
         if not batches:
@@ -264,14 +258,12 @@ class Batch:
         }
         return Batch._make(columns, sum(batch._rows for batch in batches))
 
-    # Memory
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Move tensors to `device`. The offsets of ragged columns stay on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def clone(self) -> Batch:
-        """Copy all tensors, which releases the object store, or the larger batch from which this one was cut."""
+        """Copy all tensors. The copy does not keep the object store or a larger batch alive."""
         return self._map(torch.clone, memoize(torch.clone))
 
     def __copy__(self) -> Batch:
@@ -282,8 +274,6 @@ class Batch:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _read_batch, (wire.WIRE_VERSION, self._rows, *_write_columns(self._columns, protocol))
-
-    # Inside
 
     def _gather(self, index: np.ndarray) -> Batch:
         def select(column: Any) -> Any:
@@ -303,7 +293,7 @@ class Batch:
     def _map(
         self, change: Callable[[Tensor], Tensor], change_offsets: Callable[[Tensor], Tensor] | None = None
     ) -> Batch:
-        """Change all tensors. Offsets stay as they are without `change_offsets`."""
+        """Change all tensors, but offsets only by `change_offsets`."""
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):
@@ -328,9 +318,9 @@ class Batch:
 def _write_columns(
     columns: Mapping[str, Any], protocol: int
 ) -> tuple[list[tuple[str, Any, Any]], list[wire.WireTensor]]:
-    """Return the layout of columns and the tensors that it refers to, for `_read_batch`."""
+    """Return the layout of columns and the tensors that the layout refers to, for `_read_batch`."""
     tensors: list[wire.WireTensor] = []
-    places: dict[int, int] = {}  # shared offsets are sent once, and shared again by the reader
+    places: dict[int, int] = {}  # shared offsets are sent once, and the reader shares them
     layout: list[tuple[str, Any, Any]] = []
     for name, column in columns.items():
         if isinstance(column, Ragged):

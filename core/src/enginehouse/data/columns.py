@@ -13,13 +13,12 @@ class Column(NamedTuple):
     """A column of a step's batch.
 
     Attributes:
-        name: name of the column.
         each: kind of an entry. `"token"`: a ragged column with the offsets of `input_ids`; `"row"`: a tensor with one
             number per row; `"object"`: one Python object per row. Texts may travel as their bytes.
         dtype: type of the numbers or objects.
         added_by: source of the column. `"samples"` are the scored episodes of a step; others are stages of a step.
-        read_by: readers of the column.
-        of_episode: value of an episode of several rows, for a column by row: that of its last row, or a reduction.
+        of_episode: value of an episode with several rows, in a column with one number per row: its last row's number,
+            or a reduction.
     """
 
     name: str
@@ -32,12 +31,12 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("input_ids", "token", "int64", "samples", ("engines", "advantages")),
-    Column("loss_mask", "token", "bool", "samples", ("engines", "advantages", "losses")),  # what the policy chose
+    Column("loss_mask", "token", "bool", "samples", ("engines", "advantages", "losses")),  # the policy's own tokens
     Column("rollout_logprobs", "token", "float32", "samples", ("advantages", "losses", "files")),
-    Column("token_rewards", "token", "float32", "samples", ("advantages",)),  # or a KL term; where there are none, 0
+    Column("token_rewards", "token", "float32", "samples", ("advantages",)),  # also of a KL term; 0 if there are none
     Column("reward", "row", "float32", "samples", ("advantages", "metrics", "files"), "sum"),
-    Column("rewards", "row", "float32", "samples", ("advantages",)),  # (rows, k), each by itself
-    Column("baseline", "row", "float32", "samples", ("advantages",)),  # the reward of the prompt's greedy response
+    Column("rewards", "row", "float32", "samples", ("advantages",)),  # (rows, k), each reward separately
+    Column("baseline", "row", "float32", "samples", ("advantages",)),  # reward of the prompt's greedy response
     Column("group", "row", "int64", "samples", ("advantages", "metrics")),
     Column("episode", "row", "int64", "samples", ("metrics",)),
     Column("response_tokens", "row", "int64", "samples", ("advantages", "metrics"), "sum"),
@@ -47,26 +46,26 @@ COLUMNS = (
     Column("reward_figures", "object", "dict", "samples", ("advantages", "metrics", "files")),
     Column("reward_failure", "object", "str", "samples", ("advantages", "metrics", "files")),
     Column("trace", "object", "Trace", "samples", ("metrics", "files")),
-    Column("versions", "object", "list", "samples", ("files",)),  # of each token, where a row is of several
+    Column("versions", "object", "list", "samples", ("files",)),  # of each token, if a row has several versions
     Column("prompt", "object", "text", "samples", ("files",)),
     Column("response", "object", "text", "samples", ("files",)),
     Column("answer", "object", "text", "samples", ("files",)),
-    Column("old_logprobs", "token", "float32", "actor", ("advantages", "losses")),  # else the rollout's
+    Column("old_logprobs", "token", "float32", "actor", ("advantages", "losses")),  # absent: the rollout's are used
     Column("reference_logprobs", "token", "float32", "reference", ("advantages", "losses")),
-    Column("kl_penalty", "row", "float32", "KL term", ("advantages",), "sum"),  # absent without such a term
+    Column("kl_penalty", "row", "float32", "KL term", ("advantages",), "sum"),  # absent without a KL term
     Column("values", "token", "float32", "critic", ("advantages", "losses")),
-    Column("advantages", "token", "float32", "advantage", ("losses", "files")),  # or by row, spread over its tokens
-    Column("returns", "token", "float32", "advantage", ("losses",)),  # what the critic's loss compares with
-    Column("trained", "row", "bool", "update", ("engines",)),  # whether the row's tokens count
+    Column("advantages", "token", "float32", "advantage", ("losses", "files")),  # or one per row, for its tokens
+    Column("returns", "token", "float32", "advantage", ("losses",)),  # targets of the critic's loss
+    Column("trained", "row", "bool", "update", ("engines",)),  # True if the row's tokens count
     Column("minibatch", "row", "int64", "update", ("engines",)),  # (rows, epochs)
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 TEXTS = tuple(column.name for column in COLUMNS if column.dtype == "text")
 FOR_PEOPLE = tuple(column.name for column in COLUMNS if column.each == "object")
-"""Columns of samples that nothing is trained on: objects and texts."""
+"""Columns of samples that only people read: objects and texts."""
 NOTES = tuple(name for name in FOR_PEOPLE if name not in TEXTS)
 FOR_ADVANTAGES = tuple(column.name for column in COLUMNS if "advantages" in column.read_by)
 """Columns that an advantage may need. If it needs one, the run has the stage that adds it."""
 OF_SAMPLES = ("old_logprobs", "kl_penalty", *(column.name for column in COLUMNS if column.added_by == "samples"))
-"""Columns of samples that a stage may need, whatever stages ran before. The rollout's logprobs replace missing ones of
-the actor, and the KL penalty is 0 without a KL term."""
+"""Columns of samples that any stage may need. The rollout's logprobs replace missing logprobs of the actor, and the KL
+penalty is 0 without a KL term."""

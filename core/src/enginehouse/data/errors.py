@@ -1,4 +1,4 @@
-"""Errors of batches. They are mistakes of code; mistakes in data files are `DataError`s."""
+"""Errors of batches. They show mistakes in code. Mistakes in data files are `DataError`s."""
 
 from __future__ import annotations
 

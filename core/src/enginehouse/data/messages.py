@@ -1,4 +1,4 @@
-"""Prompts and responses in one form for all data files: a text, or chat messages."""
+"""Converts prompts and responses of all data files to one form: text, or chat messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles by ShareGPT's names of speakers."""
+"""Chat roles by ShareGPT's names of speakers."""
 _LIST = re.compile(r"\s*\[")
 """The beginning of a JSON list."""
 
@@ -45,7 +45,7 @@ def read_text_or_chat(value: Any) -> Any:
 
 
 def _with_roles(value: Any) -> Any:
-    """Return messages of ShareGPT as chat messages, and any other value as it is."""
+    """Return messages of ShareGPT as chat messages, and any other value unchanged."""
     if not isinstance(value, list) or not value:
         return value
     for message in value:
@@ -73,11 +73,7 @@ def are_messages(value: Any) -> bool:
 
 
 def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a string. Text parts are joined.
-
-    Raises:
-        DataError: if a part is not text.
-    """
+    """Return a message whose content is a string. Text parts are joined. Raises `DataError` if a part is not text."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
@@ -91,11 +87,8 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_content(message: Mapping[str, Any]) -> None:
-    """Reject a message without content, or with content that no template can render.
-
-    Raises:
-        DataError: if it has neither content nor tool calls, or its content is an object. A tool's content may be one.
-    """
+    """Raise a `DataError` for a message without content and tool calls, or with content that no template can render.
+    The content of a tool's message may be an object."""
     if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
         raise DataError(
             f"the content of a turn of the {message['role']} is an object, expected a text or a list of parts: "

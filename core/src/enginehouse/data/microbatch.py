@@ -9,12 +9,12 @@ from collections.abc import Sequence
 def plan_microbatches(lengths: Sequence[int], max_tokens: int, padded: bool = True) -> list[list[int]]:
     """Choose the rows of each micro-batch.
 
-    Rows of similar length are grouped. Rows of equal length are cut in order into the fewest groups of nearly equal
-    size. Pure: the same lengths always give the same plan.
+    Rows of similar length are grouped. If all rows have equal length, they are split in order into the fewest groups of
+    nearly equal size. The same lengths always give the same plan.
 
     Args:
         lengths: length of each row in tokens, as a list, or a 1-D integer tensor or array.
-        max_tokens: most tokens of a micro-batch. A longer row gets its own micro-batch.
+        max_tokens: maximum number of tokens of a micro-batch. A longer row gets its own micro-batch.
         padded: True if a micro-batch costs rows times its longest row; False if it costs the sum of its rows.
 
     Returns:
@@ -55,7 +55,7 @@ def _even(rows: int, most: int) -> list[list[int]]:
 
 
 def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group rows from long to short. A group costs its first row's length per row, and closes when that is too much."""
+    """Group rows from long to short. A group costs the length of its first row for each row."""
     plan = [[rows[0]]]
     for row in rows[1:]:
         group = plan[-1]
@@ -67,7 +67,7 @@ def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _fill_packed(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each row, longest first, into the fullest group with room: at most 11/9 of the fewest possible groups."""
+    """Put each row, longest first, into the fullest group with room, which makes at most 11/9 of the fewest groups."""
     plan: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and group number, sorted
     for row in rows:

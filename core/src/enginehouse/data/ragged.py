@@ -1,4 +1,4 @@
-"""A ragged column: one sequence per row, end to end, never padded."""
+"""A ragged column: one sequence per row, concatenated and never padded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginehouse.data import row_copies, wire
 from enginehouse.data.errors import BatchError
 
 LONG_ROW_TOKENS = 512
-"""Mean length from which rows are copied as spans, which is faster than by token and needs no index of 8 bytes each."""
+"""Mean length from which rows are copied as spans. That is faster than by token, and needs no index per token."""
 
 REDUCED_TOKENS = 2**20
 """Approximate number of values that are reduced at a time."""
@@ -126,7 +126,7 @@ class Ragged:
         return cls(values.to(dtype) if dtype else values, torch.from_numpy(offsets))
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.offsets.shape[0] - 1
 
     @overload

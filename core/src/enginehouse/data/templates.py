@@ -1,4 +1,4 @@
-"""Chat templates: rendering of chats in the form that a template takes, and its marks around an answer."""
+"""Renders chats in the form that a chat template takes, and finds the template's text around an answer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ def render_chat(
     rejects objects gets OpenAI's form, their JSON text.
 
     Args:
-        tokenizer: the tokenizer with the template.
-        messages: messages of the chat.
         begin: True if the template shall begin an answer at the end.
         tools: JSON schemas of the tools.
         named: further arguments of the template, such as `enable_thinking`.
@@ -99,13 +97,13 @@ def _forms(tokenizer: Any) -> tuple[str, str]:
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Return True if a template writes content in parts like the same text, or accepts only parts."""
+    """Return True if a template renders content parts like plain text, or accepts only parts."""
     text, parts = _forms(tokenizer)
     return _TEXT in parts and (text == parts or _TEXT not in text)
 
 
 def _wants_parts(tokenizer: Any) -> bool:
-    """Return True if a template drops content that is a text, as templates of vision models do."""
+    """Return True if a template drops content that is plain text, as templates of vision models do."""
     text, parts = _forms(tokenizer)
     return _TEXT in parts and _TEXT not in text
 
@@ -128,12 +126,8 @@ def writes_calls(tokenizer: Any) -> bool:
 def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the start of an answer that a chat template wrote at the end of a prompt, such as `<think>` and a newline.
 
-    The model's turn, which a reward judges, begins with it. Empty if there is none or it cannot be determined.
-
-    Args:
-        tokenizer: the tokenizer with the template.
-        prompt: the rendered prompt.
-        messages: the messages from which it was rendered.
+    The model's turn, which a reward judges, begins with this start. It is empty if there is none or it cannot be
+    determined.
     """
     head, request = _around_answers(tokenizer) if getattr(tokenizer, "chat_template", None) else ("", "")
     if not head.strip():
@@ -147,7 +141,7 @@ def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str,
 
 @functools.lru_cache(maxsize=8)
 def _around_answers(tokenizer: Any) -> tuple[str, str]:
-    """Return what the template writes before an assistant's words, without thoughts, and to request an answer."""
+    """Return the template's text before an assistant's words, without thoughts, and its request for an answer."""
     try:  # in an earlier turn, because some templates write an empty thought into the last one
         question, chat = render_chat(tokenizer, [_QUESTION]), render_chat(tokenizer, [*_DIALOGUE, _QUESTION])
         request = render_chat(tokenizer, [_QUESTION], True)

@@ -1,8 +1,8 @@
-"""Transfer of tensors between processes: each tensor's bytes are a separate buffer of the pickle.
+"""Transfer of tensors between processes. The bytes of each tensor are a separate buffer of the pickle.
 
-With pickle protocol 5 and a buffer callback (Ray's way) neither side copies: the writer exports its memory, and the
-reader's tensors are views of the received buffers. Without a callback the bytes are inside the pickle. Tensors from
-a shared store lie in its memory, which nobody may write to, so batches are immutable.
+With pickle protocol 5 and a buffer callback, as Ray uses them, neither side copies. The writer exports its memory, and
+the reader's tensors are views of the received buffers. Without a callback the bytes are inside the pickle. Tensors from
+the object store lie in its memory, which nobody may write to, so batches are immutable.
 """
 
 from __future__ import annotations
@@ -74,10 +74,8 @@ def read_tensor(wire: WireTensor) -> Tensor:
 
 
 def view_buffer(buffer: Any, dtype: torch.dtype) -> Tensor:
-    """View any contiguous buffer as a 1-D tensor, also a read-only one.
-
-    Torch warns once per process that a tensor over read-only memory could be written to. That is intended here.
-    """
+    """View any contiguous buffer, even a read-only one, as a 1-D tensor. Torch warns once per process that a tensor
+    over read-only memory could be written to. That is intended here."""
     global _read_only_seen
     if _read_only_seen and not torch.is_warn_always_enabled():
         return torch.frombuffer(buffer, dtype=dtype)
@@ -101,11 +99,7 @@ def view_array(array: np.ndarray) -> Tensor:
 
 
 def check_version(version: int) -> None:
-    """Reject a batch of another format.
-
-    Raises:
-        WireVersionError: if the versions differ. The message names both.
-    """
+    """Raise a `WireVersionError` that names both versions, if a batch has another format."""
     if version != WIRE_VERSION:
         raise WireVersionError(
             f"received a batch in wire format {version}, but this process reads wire format {WIRE_VERSION}: "
@@ -114,11 +108,7 @@ def check_version(version: int) -> None:
 
 
 def check_dtype(tensor: Tensor, what: str) -> None:
-    """Reject a tensor that cannot cross processes.
-
-    Raises:
-        BatchError: if it cannot. The message names `what`, its dtype and its layout.
-    """
+    """Raise a `BatchError` that names `what`, dtype and layout, if a tensor cannot be sent to another process."""
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
         raise BatchError(
             f"{what} is a {tensor.layout} tensor of {tensor.dtype}: a batch holds dense tensors of " + ", ".join(DTYPES)

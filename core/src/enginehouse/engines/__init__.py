@@ -1,6 +1,6 @@
-"""Protocols that engines implement, and the plain data that crosses them.
+"""Protocols that engines implement, and the plain data that they exchange.
 
-The options shared by all backends are in `enginehouse.engines.options`, because that module imports pydantic.
+The options of all engines are in `enginehouse.engines.options`, because that module imports pydantic.
 """
 
 from enginehouse.engines.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Checks that a record's strings name objects of the declared kind. The objects are imported for it."""
+"""Checks that a record's strings name objects of the declared kind. The check imports the objects."""
 
 from __future__ import annotations
 
@@ -66,11 +66,10 @@ class Fault:
 def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
     """Yield the faults of the objects that a record names.
 
-    An engine or a function whose requirements are missing here is skipped: an engine runs in another Python
-    environment, and a function is reported elsewhere.
+    It skips an engine or a function whose requirements are missing here. Such an engine runs in another Python
+    environment, and such a function is reported elsewhere.
 
     Args:
-        record: any record.
         declared_at: place where it was declared.
     """
     what = f"{record.kind} {record.name!r}"
@@ -109,7 +108,7 @@ def protocols_of(record: Record) -> list[type]:
 
 
 def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str]:
-    """Yield the deviations of a class from its protocols, as predicates to follow its name."""
+    """Yield the deviations of a class from its protocols, as text that follows the name of the class."""
     if not isinstance(target, type):
         yield f"is {getattr(target, '__qualname__', repr(target))}, a {type(target).__name__}, and no class"
         return
@@ -123,7 +122,6 @@ def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str
 
 
 def _find_options_faults(target: Any, record: Backend) -> Iterator[str]:
-    """Yield the faults of an options class."""
     from enginehouse.engines.options import RolloutOptions, TrainOptions
 
     base = TrainOptions if isinstance(record, TrainBackend) else RolloutOptions
@@ -138,7 +136,7 @@ def _accepts(function: Any, positional: int) -> bool:
         inspect.signature(function).bind_partial(*[None] * positional)
     except TypeError:
         return False
-    except ValueError:  # written in C: only a call can tell
+    except ValueError:  # a function in C may have no signature
         return True
     return True
 

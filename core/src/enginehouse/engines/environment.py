@@ -1,4 +1,4 @@
-"""The protocol of an environment, which turns a task and a policy into episodes. Tokens in and out, asynchronous."""
+"""The protocol of an environment, which turns a task and a policy into episodes of tokens. It is asynchronous."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Task:
 
 
 class Policy(Protocol):
-    """The model that is trained. An environment asks it for tokens; any rollout replica may answer.
+    """The trained model, from which an environment requests tokens. Any rollout replica may answer.
 
     Attributes:
         tokenizer: the model's tokenizer, from `transformers`.
@@ -78,7 +78,7 @@ class Score(Protocol):
 
     @property
     def failure(self) -> str:
-        """Reason why the row has no reward and counts as 0. Empty if it has one."""
+        """Reason why the row has no reward and counts as 0. Empty if the row has a reward."""
         ...
 
     @property
@@ -89,14 +89,14 @@ class Score(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A `Score` that an environment gives by itself.
+    """A `Score` that an environment computes itself.
 
     Attributes:
         reward: the value to train on; finite.
         figures: other numbers by name. Each is logged as the mean `reward/NAME`. docs/rewards.md lists the reserved
             names.
         failure: reason why there is no reward. Empty if there is one.
-        answer: the answer that the episode gives, as text.
+        answer: the answer in the episode, as text.
     """
 
     reward: float
@@ -168,7 +168,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One row to train on. Tokens that were given and tokens that the policy chose may alternate freely.
+    """One row to train on. Given tokens and tokens that the policy chose may alternate.
 
     An episode may have further rows, `earlier`. It still has one reward, which is credited to all its rows, and counts
     once in its group.

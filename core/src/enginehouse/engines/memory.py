@@ -1,6 +1,6 @@
-"""The question and answer about an engine's memory, before a process starts. Light to import.
+"""Estimate of an engine's memory before a process starts: its input and its result. The module has few imports.
 
-Amounts are bytes of one device, which belongs to one rank. They are computed from a model's `config.json` and leave
+Amounts are bytes of one device, which belongs to one rank. They are computed from a model's `config.json`, and leave
 out the bytes that an allocator loses between blocks.
 """
 
@@ -115,13 +115,13 @@ class MemoryDemand:
         head: head of the model, as in `ModelSpec`.
         itemsize: bytes per element of the dtype that it computes in.
         processes: processes of the role.
-        rows: most rows of one call over all processes; for a rollout, the completions of a step.
+        rows: maximum number of rows of one call over all processes; for a rollout, the completions of a step.
         longest: tokens of the longest row.
         trained: True if the role takes optimizer steps.
         device: torch device type of the run.
         card: memory of one device in bytes; None if unknown.
         takes_turns: `ProcessContext.takes_turns` of its processes.
-        borrows: True if it may serve the trainer's own tensors (capability `lent_weights`).
+        borrows: True if the role may serve the trainer's own tensors (capability `lent_weights`).
     """
 
     shape: ModelShape
@@ -142,7 +142,7 @@ class MemoryDemand:
         return self.shape.vocabulary if self.head == "causal_lm" else 1
 
     def tokens(self, budget: int, shares: int) -> int:
-        """Return the most padded tokens of one forward pass.
+        """Return the maximum number of padded tokens of one forward pass.
 
         Args:
             budget: the engine's `tokens_per_microbatch`.
@@ -157,11 +157,11 @@ class MemoryUse:
 
     Attributes:
         held: bytes kept between calls, while awake or not offloaded. `"weights"` stay during a weight update too.
-        working: most additional bytes while the engine computes.
+        working: maximum number of additional bytes while the engine computes.
         updating: additional bytes beside the weights during a weight update.
-        asleep: bytes on a GPU while other roles take their turn on it, beyond those of any process.
+        asleep: bytes on a GPU while other roles take their turn on it, without the bytes that any process takes.
         host: bytes on the host of a GPU, at all times.
-        limit: most bytes of `held` and `working` that the engine allows itself; None if unlimited.
+        limit: maximum of `held` and `working` that the engine enforces; None if unlimited.
         note: a remark on a number, such as the tokens that a cache holds.
         measured: True if the arithmetic was compared with real allocations.
     """
@@ -191,11 +191,11 @@ def server_memory(
     Args:
         demand: the work that the engine will do.
         split: number of processes that the model is split over.
-        running: most completions at once.
-        share: share of a GPU's memory.
+        running: maximum number of completions at once.
+        share: fraction of a GPU's memory.
         cache_mib: MiB of keys and values on each GPU, instead of the rest of the share.
-        cpu_cache_mib: the same on a CPU.
-        process: bytes taken before any allocation, if the engine counts them in its share: `PROCESS_BYTES`.
+        cpu_cache_mib: MiB of keys and values on a CPU.
+        process: `PROCESS_BYTES` if the engine counts them in its share, else 0.
     """
     shape, size = demand.shape, demand.itemsize
     weights = size * shape.parameters // split
@@ -204,7 +204,7 @@ def server_memory(
     bytes_per_token = -(-shape.cached_per_token * size // split)
     limit = int(share * demand.card) - process if demand.card and demand.device == "cuda" else None
     mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
-    cache, note = demand.longest * bytes_per_token, "KV cache of all that is left on the GPU"
+    cache, note = demand.longest * bytes_per_token, "KV cache of all the remaining GPU memory"
     if mib is not None:
         cache = mib * 2**20
     elif limit is not None:
@@ -224,10 +224,10 @@ PROCESS_BYTES = 3 * 2**29
 """Bytes that a process takes on a GPU before any allocation: CUDA's context and libraries, and NCCL. A guess."""
 
 SERVER_ASLEEP_BYTES = 2 * 2**30
-"""Bytes that such an engine keeps on a GPU while it sleeps: CUDA graphs, workspaces, collective buffers. A guess."""
+"""Bytes that such a server keeps on a GPU while it sleeps: CUDA graphs, workspaces, collective buffers. A guess."""
 
 MARGIN = 0.04
-"""Share of a GPU that a plan leaves free for allocator losses and the driver."""
+"""Fraction of a GPU that a plan leaves free for allocator losses and the driver."""
 
 PREFILL_TOKENS = 8192
-"""Approximate tokens that such engines compute in one pass."""
+"""Approximate number of tokens that such a server computes in one pass."""

@@ -1,7 +1,7 @@
 """A mesh: named parallel axes and the place of one rank on them.
 
-The controller dispatches by data axes and collects from output ranks. It knows nothing else of how an engine
-parallelises a model. A mesh is plain data that crosses processes and runtimes.
+The controller dispatches by data axes and collects from output ranks, and knows nothing else of an engine's
+parallelism. A mesh is plain data that crosses processes and runtimes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The description of a model and of a process that an engine gets."""
+"""Descriptions of a model and of a worker process, which an engine gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRETCHING = ("yarn", "linear", "dynamic")
 """Types of RoPE scaling whose factor `max_position_embeddings` may leave out."""
 
 LONGROPE = ("longrope", "su")
-"""Names of the RoPE scaling with separate frequencies for short and for long rows."""
+"""Names of the RoPE scaling with separate frequencies for short rows and long rows."""
 
 
 def positions(model: Mapping[str, Any]) -> int | None:
@@ -37,8 +37,7 @@ def positions(model: Mapping[str, Any]) -> int | None:
 
 
 def served_positions(model: Mapping[str, Any]) -> int | None:
-    """Return the longest row that all engines sample and score in the same way, from a model's `config.json`; None if
-    unknown.
+    """Return the longest row that all engines sample and score in the same way, by `config.json`; None if unknown.
 
     This is `positions`, except for RoPE types whose frequencies change once a row exceeds the original length. There a
     token's logprob depends on the final length of its row, and runtimes choose the frequencies differently: vLLM uses
@@ -111,7 +110,7 @@ class ProcessContext:
         node: address of the node for other nodes.
         device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
             or the only visible one.
-        seed: base seed of the run. An engine derives its own from it and its rank.
+        seed: base seed of the run. An engine derives its own seed from this seed and its rank.
         takes_turns: True if other processes take turns on the same devices. An engine that needs a special start to be
             able to `sleep` must use it.
         labels: other facts from the launcher. `"replica"` is the number of a rollout replica in the run.

@@ -1,6 +1,6 @@
-"""Options that all backends of a kind share. The options class of a backend derives from one of these.
+"""Options that all engines of a kind share. The options class of an engine derives from one of these.
 
-Light to import, because the config checks options before any engine is imported.
+The module has few imports, because the config checks options before any engine is imported.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def check_divides(option: str, wanted: int, count: int, what: str) -> None:
     """Check that the option of a layout divides a number.
 
     Args:
-        option: the option's name after the backend's, such as `"fsdp: tensor_parallel"`.
-        wanted: its value, at least 1.
+        option: the option's name after the engine's, such as `"fsdp: tensor_parallel"`.
+        wanted: value of the option, at least 1.
         count: the number to divide.
         what: `count` in words.
 
     Raises:
-        ConfigError: if it does not. The message names the nearest value that does; of two, the larger.
+        ConfigError: if it does not. The message names the nearest divisor; of two, the larger.
     """
     if count % wanted:
         divisors = [n for n in range(1, count + 1) if count % n == 0]
@@ -49,9 +49,7 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
     """Check that a user sets no engine argument that the backend sets.
 
     Args:
-        native: the user's arguments.
         ours: the backend's arguments, with underscores, and the setting that decides each.
-        backend: name of the backend.
 
     Raises:
         ValueError: if an argument belongs to the backend.
@@ -64,8 +62,8 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
 class EngineOptions(BaseModel):
     """Options of all engines.
 
-    `plan` calls the methods before any process starts. A backend overrides those that concern it. Only `check_files`
-    may import the engine's libraries.
+    `plan` calls the methods before any process starts. An engine overrides the methods that it needs. Only
+    `check_files` may import the engine's libraries.
     """
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
@@ -74,7 +72,8 @@ class EngineOptions(BaseModel):
     """Files that declare the arguments in `native`, as fields of classes or as flags.
 
     Each is a pattern below a directory of packages, such as `"vllm/engine/arg_utils.py"`. `plan` reads the files
-    without an import, where the engine is installed, and rejects any other argument. Empty: nothing is checked."""
+    without an import, where the engine is installed, and rejects any other argument. If empty, no argument is checked.
+    """
 
     native: dict[str, Any] = Field(
         default_factory=dict, description="Arguments passed unchanged to the engine itself, by name"
@@ -95,23 +94,22 @@ class EngineOptions(BaseModel):
             processes: processes of the role, `actor.processes` or `rollout.replicas`.
 
         Raises:
-            ConfigError: if they do not fit. The message begins with the option and says what would fit.
+            ConfigError: if they do not fit. The message begins with the option and names values that fit.
         """
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check the options against a model. The engine checks everything that its `config.json` does not tell.
+        """Check the options against a model's `config.json`. The engine checks everything else.
 
         Args:
             config: the decoder's part of the checkpoint's `config.json` (`text_config` if the model has more than a
                 decoder), unchanged. Missing keys have the defaults of the model's class.
 
         Raises:
-            UserError: if they do not fit. The message begins with the option or names the model, and says what would
-                fit.
+            UserError: if they do not fit. The message names the option or the model, and values that fit.
         """
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the options against a model's files as the engine will read them, by the model's class without weights.
+        """Check the options against a model's files, by the model's class without weights.
 
         An `ImportError` counts as no finding, because the engine's libraries may be missing in the process that plans.
 
@@ -119,7 +117,7 @@ class EngineOptions(BaseModel):
             model: the model that the engine will get.
 
         Returns:
-            Sentences for the user on unexpected properties.
+            Sentences for the user about unexpected properties.
 
         Raises:
             UserError: if the engine cannot train or serve the model. The message says why.
@@ -127,8 +125,7 @@ class EngineOptions(BaseModel):
         return ()
 
     def for_device(self, device: Device) -> Self:
-        """Return the options with unset values that depend on the device filled in. Every engine also calls it during
-        setup.
+        """Fill in unset options that depend on the device. Every engine also calls this method in its setup.
 
         Args:
             device: torch device type of the run.
@@ -143,11 +140,11 @@ class EngineOptions(BaseModel):
             dtype: `ModelSpec.dtype`, such as `"bfloat16"`.
 
         Raises:
-            UserError: if they do not fit. The message begins with the option and says what would fit.
+            UserError: if they do not fit. The message begins with the option and names values that fit.
         """
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
-        """Estimate the memory of one rank, for a rollout engine of one replica. None if unknown.
+        """Estimate the memory of one rank, or of one replica of a rollout engine. None if unknown.
 
         Args:
             demand: the work that the engine will do.
@@ -157,12 +154,12 @@ class EngineOptions(BaseModel):
     def servers(self) -> Sequence[str]:
         """Return the URLs of running engines to use instead of new ones. The workers then need no engine.
 
-        No two roles may share one, because each role has its own weights.
+        No two roles may share a running engine, because each role has its own weights.
         """
         return ()
 
     def surprises(self) -> Sequence[str]:
-        """Return sentences for `plan` on properties of the options that a user may not expect."""
+        """Return sentences for `plan` about effects of the options that a user may not expect."""
         return ()
 
 
@@ -208,8 +205,9 @@ class GroupedTrainOptions(TrainOptions):
 class LoraOptions(BaseModel):
     """Low-rank adapters (Hu et al. 2021, equation 3): `W + alpha / rank * B @ A`, of which only A and B are trained.
 
-    A backend with the capability `lora` has a field `lora: LoraOptions | None = None`. B starts at zero, so the adapted
-    model starts equal to the original. A is drawn with `ModelSpec.seed`, the same for every number of ranks.
+    An engine with the capability `lora` has an options field `lora: LoraOptions | None = None`. B starts at zero, so
+    the adapted model starts equal to the original. A is initialised with `ModelSpec.seed`, equally for every number of
+    ranks.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -237,7 +235,7 @@ class RolloutOptions(EngineOptions):
         return 0 if self.servers() else 1
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
-        """Check the options against the sampling parameters, which some backends cannot apply everywhere.
+        """Check the options against the sampling parameters, which some engines cannot apply on every device.
 
         Args:
             top_p: as in `SamplingParams`; 1 does not truncate.
@@ -246,7 +244,7 @@ class RolloutOptions(EngineOptions):
             variables: environment variables of the engine's processes, as far as known.
 
         Raises:
-            ConfigError: if they do not fit. The message says what would fit.
+            ConfigError: if they do not fit. The message names values that fit.
         """
 
 

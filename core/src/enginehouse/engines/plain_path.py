@@ -10,7 +10,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_./@+=,~ -]*")
 
 
 class PlainPath:
-    """A path of a directory for a runtime: its own, or a link to it if that has characters other than `PLAIN`.
+    """A directory's path for a runtime, or the path of a link to it if its path has characters outside `PLAIN`.
 
     Attributes:
         path: the path to pass on. It is valid until `close`.
@@ -27,7 +27,6 @@ class PlainPath:
             self.path = str(link)
 
     def close(self) -> None:
-        """Remove the link."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

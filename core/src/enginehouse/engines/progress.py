@@ -1,8 +1,8 @@
-"""Notes of progress, which distinguish an engine that works from one that hangs.
+"""Notes of progress, which distinguish a working engine from a hanging engine.
 
-A call of a worker may take any time while it makes progress. It has failed once nothing was noted for
+A call of a worker may take any time while it makes progress. It fails once no progress was noted for
 `cluster.call_timeout_seconds`. Workers note each optimizer step, each finished request and, while they save, load and
-export, file traffic. An engine with longer operations notes its own progress meanwhile.
+export, file traffic. An engine with longer operations notes its own progress.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 __all__ = ["note_progress"]
 
 LOOK_SECONDS = 5.0
-"""Interval at which `note_file_progress` looks."""
+"""Interval at which `note_file_progress` checks."""
 LEAST_BYTES = 1 << 20
-"""Least traffic between two looks that counts as progress, because a hanging process still writes logs."""
+"""Least traffic between two checks that counts as progress, because a hanging process still writes logs."""
 
 _last = float("-inf")
 

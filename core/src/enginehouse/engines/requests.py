@@ -1,4 +1,4 @@
-"""The checks of a request that every rollout engine makes, with the same messages."""
+"""Checks of a request that every rollout engine makes, with the same messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enginehouse.errors import EnginehouseError
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: int | None) -> None:
-    """Reject a request that would fail later, among other requests.
+    """Reject a request that would fail later, together with other requests.
 
     Raises:
         EnginehouseError: if the prompt is empty, too long or has unknown tokens, or a parameter is outside its range.

@@ -21,7 +21,7 @@ class SamplingParams:
     """Parameters for sampling completions.
 
     Attributes:
-        max_tokens: most tokens to generate per completion; 0 only scores the prompt.
+        max_tokens: maximum number of tokens per completion; 0 only scores the prompt.
         n: number of completions of the prompt.
         temperature: divisor of the logits; 0 is greedy.
         top_p: sample from the smallest set of tokens whose probability reaches this; 1 keeps all.
@@ -30,8 +30,8 @@ class SamplingParams:
             the stop token as its last token.
         stop: strings that end a completion once its text contains one. The completion keeps their tokens.
         ignore_eos: continue after the model's end-of-sequence token.
-        seed: repeats completions for the same seed, weights and engine, whatever other requests run, up to rounding
-            (matrix products of another batch size). None: a new seed each time.
+        seed: equal seed, weights and engine give equal completions, whatever other requests run, up to rounding that
+            depends on the batch size. None: a new seed each time.
         prompt_logprobs: also score the tokens of the prompt.
     """
 
@@ -49,7 +49,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt, as token ids, and how to continue it."""
+    """One prompt, as token ids, with its sampling parameters."""
 
     id: str
     prompt_ids: Sequence[int]
@@ -127,17 +127,17 @@ class Health:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """One replica of an inference backend. All methods are awaited on one event loop, and none may block it.
+    """One replica of an inference engine. All methods are awaited on one event loop, and none may block it.
 
     A weight update is `pause`, `start_weight_update`, `update_weights` for each chunk, `finish_weight_update` and
     `resume`. The served weights are verified after `resume`, because a paused engine need not score prompts. Waiting
-    requests therefore continue before the verification, and `generate` may answer them at once. The worker returns
-    nothing that was drawn from a version (`first_version` to `last_version`) before that version is verified, and asks
-    again if it never is.
+    requests therefore continue before the verification, and `generate` may answer them at once. The worker returns a
+    completion only once its versions (`first_version` to `last_version`) are verified, and repeats the request if a
+    version never is.
     """
 
     async def launch(self, model: ModelSpec, options: Any, context: ProcessContext) -> Endpoint:
-        """Load the model and get ready to generate, serving weight version 0.
+        """Load the model and prepare to generate with weight version 0.
 
         Raises:
             ModelError: if this engine cannot load the model, because it is missing or lacks a parameter.
@@ -148,8 +148,8 @@ class RolloutEngine(Protocol):
         """Generate completions. Many calls run at once and are batched continuously.
 
         A request starts while others run and ends by itself, so a short one may finish before an earlier long one. An
-        engine that answers batch by batch can neither abort nor pause in time. An aborted request returns the tokens it
-        had. The prompt's ids are used unchanged, special tokens included.
+        engine that returns whole batches could neither abort nor pause in time. An aborted request returns the tokens
+        it had. The prompt's ids are used unchanged, special tokens included.
 
         Raises:
             EnginehouseError: if this request cannot be served; the others are not affected. Reasons are an empty
@@ -160,9 +160,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End the requests `ids`, or all, running or waiting. Other requests continue, and unknown ids are ignored.
+        """End the requests `ids`, or all running and waiting requests. Other requests continue, and unknown ids are
+        ignored.
 
-        Their `generate` returns the tokens they had, with finish reason `"abort"`.
+        Their `generate` returns the tokens so far, with finish reason `"abort"`.
         """
         ...
 
@@ -191,8 +192,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Allocate the memory again. Parts that are awake are left as they are. An update needs only the weights
-        awake."""
+        """Allocate the memory again. Parts that are awake do not change. An update needs only the weights awake."""
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
@@ -228,8 +228,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Release everything: end all started processes, and answer running requests with an error or the tokens they
-        have.
+        """End all started processes, and answer running requests with an error or their tokens so far.
 
         A later `generate` raises an `EnginehouseError`.
         """

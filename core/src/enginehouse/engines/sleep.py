@@ -1,4 +1,4 @@
-"""Checks of sleeping parts that all rollout engines with the capability `sleep` share."""
+"""Checks of sleeping parts, for all rollout engines with the capability `sleep`."""
 
 from __future__ import annotations
 

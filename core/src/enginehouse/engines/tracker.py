@@ -21,12 +21,12 @@ class RunFacts:
 
     Attributes:
         name: name of the run directory.
-        directory: absolute path of the run directory. A tracker may keep files there, in a folder of its name. A
-            resumed run has them again.
+        directory: absolute path of the run directory. A tracker may keep files there, in a folder with the tracker's
+            name, which a resumed run finds again.
         config: the whole config as plain data, defaults included. `"${NAME}"` is not replaced by its variable. Known
             forms of secrets are rejected earlier, but a secret of an unknown name and form is still in it.
-        resumed_after: the step from which the run resumes; 0 for a new run. A process that was killed may have logged
-            later steps already; they are logged again.
+        resumed_after: the step from which the run resumes; 0 for a new run. If a killed process logged later steps
+            already, they are logged again.
         versions: versions of the packages that the run uses, by distribution.
     """
 
@@ -52,7 +52,7 @@ class Tracker(Protocol):
         """Receive metrics by name.
 
         Args:
-            step: step of the run, counted from 1; 0 for a validation before the first step. A validation that was made
+            step: step of the run, counted from 1; 0 for a validation before the first step. A validation that ran
                 beside later steps is logged after them.
             metrics: numbers by name. They may be infinite or NaN.
             kind: source of the metrics. A step and its validation are two calls.

@@ -30,7 +30,7 @@ ALL: tuple[str, ...] = ("*",)
 
 
 class NonFiniteWeights(EnginehouseError):
-    """An optimizer step left a weight that is not finite. The actor's state is lost and must not be saved."""
+    """An optimizer step made a weight infinite or NaN. The actor's state is lost and must not be saved."""
 
     keeps_state = False
 
@@ -61,7 +61,7 @@ class LossSpec:
     """A loss by name. It is never a closure, because it must cross processes and Python environments.
 
     Attributes:
-        name: a registered loss (`enginehouse plugins list`) or `"module:function"`.
+        name: name of a registered loss (`enginehouse plugins list`) or `"module:function"`.
         arguments: keyword arguments of the loss function; plain data.
         outputs: the outputs that the engine passes to the loss.
         wraps: name of the loss inside this one, for messages; empty if there is none.
@@ -77,8 +77,8 @@ class LossSpec:
 class TokenView:
     """One micro-batch as a loss function gets it: flat columns over its tokens, without padding.
 
-    A loss is `loss(view, **arguments) -> LossValue`. Engines build the view. A loss never sees logits, and never knows
-    how the batch was cut.
+    A loss is `loss(view, **arguments) -> LossValue`. Engines build the view. A loss gets no logits, and does not know
+    how the batch was split.
 
     Attributes:
         outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient. `entropy` has none if
@@ -106,7 +106,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """`total / weight`, or 0 if nothing was counted."""
+        """`total / weight`, or 0 if the weight is 0."""
         return self.total / self.weight if self.weight else 0.0
 
 
@@ -126,11 +126,11 @@ class LossValue:
     """The result of a loss function on one micro-batch, as sums that add up over micro-batches and ranks.
 
     The engine minimises `sum(total) / sum(weight)` over all micro-batches of all data-parallel ranks since the last
-    `optim_step`, so no result depends on how the batch was cut.
+    `optim_step`, so no result depends on how the batch was split.
 
     Attributes:
-        total: scalar tensor with a gradient: the sum of the loss over what `weight` counts.
-        weight: number of tokens, or of sequences, that divides the sum.
+        total: scalar tensor with a gradient: the sum of the loss over the tokens or sequences that `weight` counts.
+        weight: number of tokens, or of sequences, by which the sum is divided.
         metrics: further metrics by name, without prefix.
     """
 
@@ -144,7 +144,7 @@ Metrics = Mapping[str, float | Mean | Max]
 
 
 def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | Max]:
-    """Merge the metrics of several ranks or calls. `Mean`s and `Max`es add up; of floats the last one counts."""
+    """Merge the metrics of several ranks or calls. `Mean`s and `Max`es add up; of several floats the last counts."""
     merged: dict[str, float | Mean | Max] = {}
     for part in parts:
         for name, value in (part or {}).items():
@@ -167,10 +167,11 @@ def _merge(merged: float | Mean | Max | None, value: float | Mean | Max) -> floa
 
 @runtime_checkable
 class TrainEngine(Protocol):
-    """One rank's object of a training backend.
+    """One rank's object of a training engine.
 
     All methods are called on every rank of the group in the same order, and may communicate. `batch` is the data shard
-    of this rank; all ranks of a model-parallel replica get the same one. Shards may differ in length and may be empty.
+    of this rank; all ranks of a model-parallel replica get the same shard. Shards may differ in length and may be
+    empty.
     """
 
     mesh: Mesh
@@ -180,7 +181,7 @@ class TrainEngine(Protocol):
 
         Args:
             model: the model to load.
-            options: an instance of the backend's own options class (`TrainBackend.options`).
+            options: an instance of the engine's own options class (`TrainBackend.options`).
             context: the place of this process.
 
         Raises:
@@ -195,9 +196,8 @@ class TrainEngine(Protocol):
         If the batch has a `loss_mask`, only the tokens that it marks are computed, and the others are 0.
 
         Returns:
-            On output ranks, a batch of the same rows in the same order with only the requested columns, ragged float32
-                aligned
-            with `input_ids`. On other ranks, None.
+            On output ranks, a batch of the same rows in the same order. It has only the requested columns, ragged
+            float32 aligned with `input_ids`. On other ranks, None.
         """
         ...
 
@@ -208,7 +208,7 @@ class TrainEngine(Protocol):
 
         Returns:
             On output ranks, `loss` and the metrics of the loss, as `Mean`s over this rank's part. On other ranks, no
-                metrics.
+            metrics.
         """
         ...
 
@@ -219,10 +219,10 @@ class TrainEngine(Protocol):
 
         Returns:
             `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if the norm is not finite), as
-                floats.
+            floats.
 
         Raises:
-            NonFiniteWeights: on all ranks, if the step left a weight on any rank that is not finite.
+            NonFiniteWeights: on all ranks, if the step made a weight of any rank infinite or NaN.
         """
         ...
 
@@ -238,7 +238,7 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load a checkpoint that `save` wrote. Another number of ranks requires the capability `reshard_checkpoint`."""
+        """Load a checkpoint of `save`. A different number of ranks requires the capability `reshard_checkpoint`."""
         ...
 
     def export_hf(self, path: str) -> None:
@@ -250,11 +250,11 @@ class TrainEngine(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Release everything, threads and process groups included. The process may be used again, the engine not."""
+        """Release everything, also threads and process groups. The process may be used again, but not this engine."""
         ...
 
 
-# What an engine may offer beyond that: it has these methods where its backend declares the capability.
+# Optional methods of an engine, which must exist if its record declares the capability.
 
 
 class OffloadsState(Protocol):
@@ -268,7 +268,7 @@ class OffloadsState(Protocol):
         ...
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring back the parts that `offload` moved away. Other parts are left as they are."""
+        """Bring back the parts that `offload` moved away. Other parts do not change."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A recorder for the tokens of an episode, for environments of several turns."""
+"""Records the tokens of an episode, for environments with several turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transcript:
         given: the first tokens, usually `Task.prompt_ids`.
 
     Attributes:
-        tokens: all tokens so far, which the policy is asked to continue.
+        tokens: all tokens so far, which the policy continues.
     """
 
     def __init__(self, given: Sequence[int]):
@@ -35,7 +35,7 @@ class Transcript:
         self.add_given(given)
 
     def add_given(self, tokens: Sequence[int]) -> None:
-        """Add tokens that are not trained on, such as the answer of a tool or the next question."""
+        """Add tokens that are not trained on, such as a tool's result or the next question."""
         self._add(tokens, False, [0.0] * len(tokens), [0] * len(tokens))
 
     def add_drawn(self, completion: Completion) -> list[int]:
@@ -86,11 +86,11 @@ def versions_of(completion: Completion) -> np.ndarray:
 
 
 def response_text(tokenizer: Any, tokens: Sequence[int], finish: str = "stop") -> str:
-    """Return the text that a policy wrote, with its marks (`<think>`, tool calls) but without its end.
+    """Return the text that a policy generated, with marks (`<think>`, tool calls) but without the token that ends it.
 
     Args:
         tokenizer: the policy's tokenizer, `Policy.tokenizer`.
-        tokens: the drawn tokens.
+        tokens: the sampled tokens.
         finish: reason of the end. After `"stop"`, a special last token is removed.
     """
     ids = np.asarray(tokens, dtype=np.int64)

@@ -53,23 +53,24 @@ class WeightUpdateAborted(WeightSyncError):
 
 
 class LoanOver(WeightSyncError):
-    """Weights that a trainer has lent have changed since, so nothing may be computed with them."""
+    """The trainer has changed the weights that it lent, so nothing may be computed with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """One parameter as a side of an update holds it.
+    """One parameter as one side of an update holds it.
 
-    `owners` lie on the mesh row by row, the last axis fastest. The axes split the parameter one after another, each the
-    part of a dimension that earlier axes left. n indices over an axis of size k make blocks of ceil(n / k); the last
-    blocks may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.parts.held_by` implements this rule.
+    `owners` are on the mesh in row-major order. The axes split the parameter one after another. An axis of size k
+    splits n indices, those that earlier axes left of a dimension, into blocks of ceil(n / k). The last blocks may be
+    smaller or empty, as with `torch.chunk`. `enginehouse.weights.parts.held_by` implements this rule.
 
     Attributes:
         name: Hugging Face name of the parameter.
         dtype: torch dtype name, such as `"float32"`.
         shape: full shape.
-        owners: distinct ranks that hold the parameter or a part of it. Empty: every rank holds the whole.
-        mesh_shape: sizes of the mesh axes that the parameter is placed on. Empty: every owner holds the whole.
+        owners: distinct ranks that hold the parameter or a part of it. Empty: every rank holds the whole parameter.
+        mesh_shape: sizes of the mesh axes that the parameter is placed on. Empty: every owner holds the whole
+            parameter.
         placements: for each mesh axis `"R"` (replicated) or `"S0"`, `"S1"`, ... (sharded on that dimension).
     """
 
@@ -116,8 +117,8 @@ class WeightSource(Protocol):
 
         The part is the region that the metadata state (`ParamMeta`); an empty region gives an empty tensor. All ranks
         must exhaust the iterator together, because weights that combine several ranks' parts (merged adapters) need
-        communication. A tensor stays unchanged until the user has finished the iterator, because a transport may send
-        it while the next one is read.
+        communication. A tensor must not change before the iterator is exhausted, because a transport may send it while
+        it reads the next tensor.
         """
         ...
 
@@ -126,9 +127,9 @@ class WeightSource(Protocol):
 class HostMemory(Protocol):
     """Memory that holds the parameters of an update and that other processes can map.
 
-    A holder need not copy: while one receiver holds the memory, its bytes do not change. It can be held while the
-    update arrives, before the next chunk is requested, and stays held when the connection is closed. Dropping the
-    object also releases it.
+    A receiver that holds the memory need not copy it, because its bytes do not change until the release. A receiver
+    calls `hold` during the update, before it requests the next chunk. The memory stays held when the connection is
+    closed. Deleting the object also releases it.
 
     Attributes:
         path: file that a process of the same user on this host can open and map while the memory is held.
@@ -152,13 +153,13 @@ class HostMemory(Protocol):
 
 
 class Loan:
-    """The right to use tensors of a training engine where they lie, until the trainer is about to change them.
+    """The right to use tensors of a training engine in place, until the trainer is about to change them.
 
-    Whoever computes with lent tensors does so within `using`. `end` waits for a running computation, so none ever
-    sees weights change.
+    Computations with lent tensors run within `using`. `end` waits for a running computation, so that no computation
+    ever sees weights change.
 
     Attributes:
-        is_over: True once the trainer has ended it.
+        is_over: True once the trainer has ended the loan.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ class Loan:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Within, the tensors do not change. Only one thread at a time may be within.
+        """Keep the tensors unchanged within the context. Only one thread at a time may enter it.
 
         Raises:
             LoanOver: if the trainer has ended the loan.
@@ -189,7 +190,7 @@ class Loan:
             )
 
     def end(self) -> None:
-        """Refuse further use. Return once nothing is computed with the tensors any more. May be called again."""
+        """Reject further use. Return once no computation uses the tensors any more. May be called again."""
         with self._lock:
             self.is_over = True
 
@@ -201,13 +202,13 @@ class WeightChunk:
     Attributes:
         tensors: pairs of name and tensor. A tensor may be a view of a transport's buffer.
         checksums: `checksum` of each tensor as it arrived, if it was computed already; else empty.
-        memory: the memory of the tensors, if other processes of this host can map it. An engine that holds it need not
-            copy; any other must copy before it requests the next chunk. Chunks of an update that lie in the same memory
-            share one object.
+        memory: the memory of the tensors, if other processes of this host can map it. An engine that holds the memory
+            need not copy; any other must copy before it requests the next chunk. Chunks of an update that lie in the
+            same memory share one object.
         parts: for each parameter that came in parts, pairs of name and view. The sender returns the checksum of the
             part under that name.
-        loan: tells that the tensors are the trainer's own and stay unchanged until the loan is over. An engine may use
-            them where they lie, within `Loan.using`; an engine without it copies as usual.
+        loan: present if the tensors are the trainer's own, which stay unchanged until the loan is over. An engine may
+            use them in place within `Loan.using`, or copy as usual.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
@@ -259,7 +260,7 @@ class WeightState:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """The way of an update's bytes. It is computed once from metadata and is the same on every side.
+    """The plan of an update's transfer. It is computed once from metadata and is the same on every side.
 
     Attributes:
         transport: name of the transport.
@@ -267,16 +268,16 @@ class TransferPlan:
         buckets: indices of the parameters in each bucket, in sending order.
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
-        session: name of the connection, unique for a run, and the secret by which its ends recognise each other.
+        session: name of the connection, unique in a run, and the secret by which its ends recognise each other.
         senders: number of training ranks.
         targets: `parameters` as the receivers shall hold them, with receiver numbers as `owners`. Empty: each receiver
             holds all of them whole.
-        bytes_moved: bytes that an update brings to all receivers together; None if the transport cannot tell.
+        bytes_moved: bytes that an update sends to all receivers together; None if unknown.
         bytes_minimum: least possible `bytes_moved`, if no two receivers share memory; None if unknown.
         addresses: `host:port` of each training rank, to which receivers connect; empty if they do not
             (`ListeningSession`).
         host: address at which a sender listens: loopback if all processes are on one host.
-        lends: True if the trainer may lend its tensors (`LendingSession`), because nothing is generated while it
+        lends: True if the trainer may lend its tensors (`LendingSession`), because no replica generates while it
             trains.
     """
 
@@ -295,11 +296,11 @@ class TransferPlan:
     lends: bool = False
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
-        """Return the plan for receivers: with `addresses` as the training ranks report them (`address_of`), by rank."""
+        """Return the plan for receivers, with the `addresses` that the training ranks report, by rank."""
         return replace(self, addresses=tuple(address or "" for address in addresses))
 
     def address(self, rank: int) -> str:
-        """Return the address of a training rank; empty if receivers do not connect to it or it has not reported one."""
+        """Return the address of a training rank; empty if receivers do not connect to it or it has reported none."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
 
@@ -323,8 +324,7 @@ class TransportSession(Protocol):
 
         Returns:
             Checksum of each parameter before it left, or of each part if the plan sends parts (`part_name`). Empty on a
-                rank
-            that does not send. If two ranks send under one name, their checksums are equal.
+            rank that does not send. If two ranks send under one name, their checksums are equal.
 
         Raises:
             WeightSyncError: if a receiver did not take a bucket in time, the update was aborted, or `weights` do not
@@ -373,7 +373,7 @@ class LendingSession(Protocol):
     """A sender's end that passes on the training engine's own tensors. Optional for a transport.
 
     Attributes:
-        loan: the loan of the weights that are sent next, which each chunk of them carries; None: they are not lent.
+        loan: the loan of the weights that are sent next, which each of their chunks carries; None if they are not lent.
     """
 
     loan: Loan | None
@@ -403,7 +403,7 @@ class WeightTransport(Protocol):
             parameters: the parameters as the training ranks hold them.
             receivers: number of rollout replicas.
             session: name of the connection.
-            bucket_bytes: most bytes to send at once, except for larger parameters.
+            bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
             senders: number of training ranks.
 
         Raises:
@@ -425,6 +425,6 @@ class WeightTransport(Protocol):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str):
-        from enginehouse.plugin.moved import resolve_old_address  # not light enough for whoever imports engines
+        from enginehouse.plugin.moved import resolve_old_address  # too heavy an import for most users of this module
 
         return resolve_old_address(__name__, name)

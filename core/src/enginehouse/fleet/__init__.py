@@ -1,1 +1,1 @@
-"""Rollout replicas as one: requests go to a replica with free capacity, and those of a lost replica go to another."""
+"""Rollout replicas behind one interface. Requests go to a replica with capacity, and to another if it is lost."""

@@ -1,7 +1,7 @@
-"""Decides which rollout replica generates for which request. It only keeps books, without processes, clocks or threads.
+"""Decides which rollout replica gets which request. It is pure bookkeeping, without processes, clocks or threads.
 
-Requests may come at any time. Each is answered once: requests of a replica that was lost wait again, and an answer that
-comes after all from a replica that was taken for lost does not count.
+Requests may come at any time, and each is answered once. Requests of a lost replica wait again. A late answer from a
+replica that counts as lost is ignored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
-"""Tokens of the first prefixes of a prompt that are remembered, and how much longer each further one is. Engines cache
-whole blocks. So an episode is distinguished from others with the same instructions, and continues where it was."""
+"""Lengths in tokens of the first remembered prefixes of a prompt, and the step between further lengths. Engines cache
+whole blocks. Longer prefixes distinguish episodes with the same instructions, so that each stays on its replica."""
 
 REMEMBERED_PREFIXES = 65536
 
@@ -25,9 +25,8 @@ class Entry:
     """A request, as the balancer knows it.
 
     Attributes:
-        number: the request's number.
-        samples: completions that it asks for.
-        prefixes: hashes of its prompt and of the prompt's prefixes, longest first.
+        samples: number of completions of the request.
+        prefixes: hashes of the prompt and of its prefixes, longest first.
     """
 
     number: int
@@ -37,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request given to a replica; another try is another attempt."""
+    """A request at a replica. Every retry is a new attempt."""
 
     number: int
     replica: int
@@ -55,19 +54,18 @@ def hash_prefixes(tokens: np.ndarray) -> tuple[int, ...]:
 
 
 class PrefixMemory:
-    """Remembers which replica saw a prefix last."""
+    """Stores which replica last got a prefix."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()  # caches are dropped in another thread than requests are given out in
+        self._lock = threading.Lock()  # `forget` runs in another thread than `assign`
 
     def replica(self, entry: Entry) -> int | None:
-        """Return the replica that saw the longest of the prompt's prefixes; None if there is none."""
+        """Return the replica that got the longest of the prompt's prefixes; None if no replica did."""
         with self._lock:
             return next((self._seen[prefix] for prefix in entry.prefixes if prefix in self._seen), None)
 
     def remember(self, entry: Entry, replica: int) -> None:
-        """Note that a request goes to `replica`."""
         with self._lock:
             for prefix in reversed(entry.prefixes):
                 self._seen[prefix] = replica
@@ -76,7 +74,7 @@ class PrefixMemory:
                 self._seen.popitem(last=False)
 
     def forget(self, replica: int | None = None) -> None:
-        """Forget a replica, whose caches are lost. None forgets all replicas, as after an update of weights."""
+        """Forget a replica whose caches are lost. None forgets all replicas, for example after a weight update."""
         with self._lock:
             remembered = (
                 [] if replica is None else [(key, holder) for key, holder in self._seen.items() if holder != replica]
@@ -85,14 +83,13 @@ class PrefixMemory:
 
 
 class ReplicaBalancer:
-    """Assigns requests to replicas that come and go.
+    """Assigns requests to replicas that join and leave.
 
     Args:
-        limit: most completions a replica is given at once; an idle one is given a request of any size.
-        memory: remembers which replica saw which prefix.
+        limit: maximum number of completions of a replica at once. An idle replica takes a request of any size.
 
     Attributes:
-        waiting_samples: completions that no replica has been asked for.
+        waiting_samples: number of completions in waiting requests.
     """
 
     def __init__(self, limit: int, memory: PrefixMemory | None = None):
@@ -111,22 +108,21 @@ class ReplicaBalancer:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that no replica has."""
+        """Number of requests that wait for a replica."""
         return len(self._waiting)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas that take requests."""
         return tuple(self._running)
 
     def add(self, entry: Entry) -> None:
-        """Put a request behind those that wait."""
+        """Put a request at the end of the queue."""
         self._tries[entry.number] = 0
         self._waiting[entry.number] = entry
         self.waiting_samples += entry.samples
 
     def drop(self, number: int) -> Attempt | None:
-        """Forget a request if no replica has it; else return the attempt of the replica that does."""
+        """Forget a request that no replica has, and return None. Otherwise return the attempt of its replica."""
         for attempts in self._running.values():
             if number in attempts:
                 return attempts[number]
@@ -136,16 +132,14 @@ class ReplicaBalancer:
         return None
 
     def tries(self, number: int) -> int:
-        """Return how often a request was given to a replica."""
         return self._tries[number]
 
     def join(self, replica: int) -> None:
-        """Let a replica take requests from now on."""
         self._running.setdefault(replica, {})
         self._loads.setdefault(replica, 0)
 
     def leave(self, replica: int) -> list[Entry]:
-        """Take a lost replica's requests back, before those that wait, and return them."""
+        """Put the requests of a lost replica at the front of the queue, and return them."""
         entries = [attempt.entry for attempt in self._running.pop(replica, {}).values()]
         self.waiting_samples += self._loads.pop(replica, 0)
         for entry in reversed(entries):
@@ -155,7 +149,7 @@ class ReplicaBalancer:
         return entries
 
     def assign(self) -> list[Attempt]:
-        """Give waiting requests to replicas that have room, and return the attempts."""
+        """Give waiting requests to replicas with free capacity, and return the attempts."""
         attempts = []
         while self._waiting and (replica := self._choose(next(iter(self._waiting.values())))) is not None:
             _, entry = self._waiting.popitem(last=False)
@@ -170,7 +164,7 @@ class ReplicaBalancer:
         return attempts
 
     def finish(self, attempt: Attempt) -> bool:
-        """Note an answer; return False if it does not count, as its replica was taken for lost before."""
+        """Record an answer. Return False if it does not count, because its replica was lost before."""
         running = self._running.get(attempt.replica, {})
         if running.get(attempt.entry.number) != attempt:
             return False
@@ -184,12 +178,12 @@ class ReplicaBalancer:
         return list(self._running.get(replica, {}).values())
 
     def load(self, replica: int) -> int:
-        """Return how many completions a replica was asked for and has not answered."""
+        """Return the number of completions that a replica has to generate."""
         return self._loads[replica]
 
     def _choose(self, entry: Entry) -> int | None:
-        """Return the replica that saw the prompt's prefix, unless it is busier than the least busy by over a request;
-        then that one. None if no replica has room."""
+        """Return the replica that got the prompt's prefix, or the least busy replica if it has fewer completions by
+        more than this request. None if no replica has capacity."""
         loads = self._loads
         free = [r for r, load in loads.items() if not load or load + entry.samples <= self._limit]
         if not free:

@@ -1,11 +1,11 @@
-"""The rollout fleet: replicas that may die one by one, or the ranks of a group, which share a fate.
+"""The rollout fleet: replicas that may die separately, or the ranks of a group, which end together.
 
-Requests go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time:
-others draw its requests, it is started again in the background, and it answers again once it serves, verified, the
-version that the others serve. Samples depend on seed and row alone, so they are those of an undisturbed run up to
-rounding: which rows an engine computes together depends on time, and may change the last bit of a logprob, or a token.
+Requests go to the replica with the least load. If a replica or its engine dies, other replicas generate its responses.
+The fleet restarts the replica in the background, and uses it again once it serves the other replicas' version,
+verified. Samples depend only on seed and row, so they equal those of an undisturbed run up to rounding. Which rows an
+engine computes together depends on time, and may change the last bit of a logprob, or a token.
 
-`enginehouse.fleet.router` routes requests; `enginehouse.weights.sync` brings weights to replicas.
+`enginehouse.fleet.router` routes requests, and `enginehouse.weights.sync` sends weights to replicas.
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
 
 _STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out": "out"}
-"""Words for a replica's state, to be shown."""
 SAMPLES_IN_FLIGHT = 512
-"""Most completions a replica is given at once, if its engine does not say how many it generates (`max_running`)."""
+"""Maximum number of completions of a replica at once, if its engine does not report `max_running`."""
 SPARE = 8
-"""If it does, the replica is given one more for each such number."""
+"""Divisor of `max_running` for the additional completions of a replica whose engine reports it."""
 ALL_IN_FLIGHT = 2**31
-"""Limit for ranks that share a fate: nothing is gained by holding back."""
+"""Limit for the ranks of a group, which end together, so that holding requests back has no advantage."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 
 
 class RolloutFleet(ReplicaGroup):
-    """Replicas of a rollout engine, each in a separate process. `launch` must come before anything else.
+    """Replicas of a rollout engine, each in a separate process. Call `launch` before anything else.
 
-    Requests are awaited on one event loop; another may be used once none is in progress.
+    Requests are awaited on one event loop. Another loop may be used once no request is in progress.
 
     Args:
         spec: a `RolloutWorker`, or a worker with its methods and its argument `replica`.
-        name: the role's name, for messages; a replica's group is called `name-number`.
+        name: name of the role, for messages. The group of a replica is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
-        places: a pool with a process for each replica, which this fleet shuts down; or a pool for each, which it does
-            not. None: a pool without GPUs.
+        places: a pool with a process for each replica, which this fleet shuts down, or a pool for each replica, which
+            it does not shut down. None: a pool without GPUs.
         timeout: seconds that a replica with requests in progress may be silent, or that any other call may take.
-        start_timeout: seconds until a replica's process, and then its engine, must be there.
-        seed: the run's base seed.
+        start_timeout: seconds within which a replica's process, and then its engine, must start.
+        seed: base seed of the run.
         threads: threads of numeric libraries in each process.
-        samples_in_flight: most completions a replica is given at once.
-        restarts: number of times that a replica is restarted without having generated anything; then it is left out.
+        samples_in_flight: maximum number of completions of a replica at once.
+        restarts: maximum number of restarts of a replica without a completion in between, after which it is left out.
         health_every: seconds between health checks of the replicas, which may take `HEALTH_SECONDS`.
 
     Attributes:
-        tokens_stay: True if tokens stay where they are generated, and answers hold their place (`AnswerBatch.apart`).
+        tokens_stay: True if tokens stay on the worker that generates them, and answers only refer to them
+            (`AnswerBatch.apart`).
 
     Raises:
-        PlacementError: the cluster does not give the places.
+        PlacementError: the cluster does not provide the places.
         WorkerError: a worker could not be built.
     """
 
     tokens_stay = False
     _pool: ResourcePool | None = None
     _numbers = itertools.count()
-    """Numbers requests of all fleets: two may share a group, whose workers know requests by their names."""
+    """Numbers the requests of all fleets, because fleets may share a group that identifies requests by number."""
 
     def __init__(
         self,
@@ -128,10 +128,8 @@ class RolloutFleet(ReplicaGroup):
 
     @classmethod
     def from_group(cls, group: WorkerGroup) -> RolloutFleet:
-        """Make a fleet of a group of `RolloutWorker`s, each rank a replica.
-
-        What ends one ends all, so none is started again. The caller shuts the group down.
-        """
+        """Make a fleet of a group of `RolloutWorker`s, in which each rank is a replica. All ranks end together, so none
+        is restarted. The caller shuts the group down."""
         fleet = cls.__new__(cls)
         ReplicaGroup.__init__(fleet, group.name, GroupRanks(group))
         fleet._set_up_drawing(ALL_IN_FLIGHT)
@@ -145,12 +143,10 @@ class RolloutFleet(ReplicaGroup):
         self._memory = PrefixMemory()
         self._metrics = FleetMetrics()
         self._busy_clock = BusyClock()
-        self._seconds: dict[int, float] = {}  # busy seconds when metrics were last asked for
-
-    # State
+        self._seconds: dict[int, float] = {}  # busy seconds at the last call of `metrics`
 
     def describe_replicas(self) -> list[ReplicaStatus]:
-        """Return each replica's state as this fleet knows it, without a call. From any thread."""
+        """Return the state of each replica as this fleet knows it, without a call. Callable from any thread."""
         router = self._router
         return [
             ReplicaStatus(
@@ -165,10 +161,11 @@ class RolloutFleet(ReplicaGroup):
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, all named `rollout/...`.
 
-        `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average,
-        and their share of the time with requests in progress (`utilisation`); `queued`, most samples that waited for a
-        replica; of several replicas the `slowest_replica`, and how many times as long as others it takes (`slowest`).
-        The engines' own metrics are those of the last health check.
+        They are `restarts` of replicas, `retries` of requests, the number of serving `replicas`, and `queued`, the
+        maximum number of samples that waited for a replica. `busy_seconds` is a mean over replicas, and `utilisation`
+        its fraction of the time with requests in progress. With several replicas they include the `slowest_replica`,
+        and the factor by which it takes longer than the others (`slowest`). The engines' own metrics are those of the
+        last health check.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -187,18 +184,16 @@ class RolloutFleet(ReplicaGroup):
             **self._engine_metrics,
         }
 
-    # Drawing
-
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Answer a request by a replica with little to do that saw its prompt's prefix, or by another if that one is
+        """Generate on a replica with a low load that has the prompt's prefix, or on another replica if that replica is
         lost.
 
-        Cancelling this ends the request. Completions hold arrays.
+        Cancelling this coroutine ends the request. Completions hold arrays.
 
         Raises:
-            ReplicasLost: naming each replica's death.
-            PoisonousRows: several replicas were lost with it.
-            WorkerError: a replica that lives failed, or its engine refused the request.
+            ReplicasLost: all replicas are lost; the message has the death of each.
+            PoisonousRows: several replicas were lost with this request.
+            WorkerError: a living replica failed, or its engine rejected the request.
         """
         ended = asyncio.Event()
         flight = self.submit(request, lambda _: ended.set())
@@ -210,15 +205,15 @@ class RolloutFleet(ReplicaGroup):
         return answer.result(place, request.id)
 
     def submit(self, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
-        """Begin a request as `generate` does; `ended` is called with the returned flight at its end."""
+        """Begin a request as `generate` does. At its end, `ended` is called with the returned flight."""
         return self._router_of_loop().submit(next(self._numbers), request, ended)
 
     def hold(self) -> None:
-        """Keep requests back until the next weight version is served (see `confirm`)."""
+        """Hold requests back until the next weight version is served (see `confirm`)."""
         self._held = True
 
     def forget(self, flight: Flight) -> None:
-        """End a request that nobody waits for any more, wherever it is."""
+        """End a request whose result nobody needs any more."""
         if self._router is not None:
             self._router.forget(flight)
 
@@ -250,15 +245,14 @@ class RolloutFleet(ReplicaGroup):
 
         Args:
             prompts: token ids.
-            sampling: Sampling parameters.
-            seed: Seed of the responses; equal seeds and weights give equal responses. None: a new seed each time.
+            seed: seed of the responses. Equal seeds and weights give equal responses. None: a new seed each time.
 
         Returns:
-            A row a response, those of a prompt next to each other, in the prompts' order. The columns are those of
-            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and `seconds`, see `generate_each`.
+            One row per response, in the order of the prompts. The columns are those of
+            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and `seconds` of `generate_each`.
 
         Raises:
-            ControllerError: see `generate`.
+            ControllerError: the errors of `generate`.
         """
         rows = Batch({"prompt_ids": Ragged.from_list(prompts), "prompt_index": torch.arange(len(prompts))})
         return sort_samples(self.generate_each(rows, sampling, seed))
@@ -269,11 +263,11 @@ class RolloutFleet(ReplicaGroup):
         """Generate `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
 
         Yields:
-            Numbers of rows that were answered, and their samples, those of each row next to each other; in the order in
-            which they end, each row once. `seconds` is how long the replica that generated them was busy in this call.
+            Numbers of answered rows, and their samples with those of a row next to each other. Rows come in the order
+            in which they end, each once. `seconds` is the time that the replica of the samples was busy in this call.
 
         Raises:
-            ControllerError: see `generate`.
+            ControllerError: the errors of `generate`.
         """
         requests = make_seeded_requests(batch, sampling, seed, self.name)
         before = {replica.number: self._busy_clock.busy_seconds(replica.number) for replica in self._replicas}
@@ -286,7 +280,7 @@ class RolloutFleet(ReplicaGroup):
                 if isinstance(ended := arrivals.get(), Exception):
                     raise ended
                 unanswered -= len(ended)
-                pieces: dict[int, tuple[AnswerBatch, list[int], list[int]]] = {}  # by answer: its rows and their places
+                pieces: dict[int, tuple[AnswerBatch, list[int], list[int]]] = {}  # rows and their places, by answer
                 for row in sorted(ended):
                     answer, place = ended[row].fetch_answer()
                     _, rows, places = pieces.setdefault(id(answer), (answer, [], []))
@@ -299,7 +293,7 @@ class RolloutFleet(ReplicaGroup):
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._hurried = True  # whatever still runs in the replicas is of no use
+            self._hurried = True  # nobody needs the requests that still run
             if not isinstance(error, Exception) and self._router is not None:
                 self._router.hurry()
             raise
@@ -315,10 +309,8 @@ class RolloutFleet(ReplicaGroup):
         except Exception as error:
             hand_over(error)
 
-    # Life of replicas
-
     def confirm(self, members: Members, version: int) -> None:
-        """Give requests, held back ones too, to `members`, which were verified to serve `version`."""
+        """Give requests, also those held back, to `members`, which were verified to serve `version`."""
         self._memory.forget()
         with self._lock:
             self._held = False
@@ -330,7 +322,7 @@ class RolloutFleet(ReplicaGroup):
             self._router.wake()
 
     def shutdown(self, timeout: float = SHUTDOWN_SECONDS) -> None:
-        """End all replicas at the same time, but not the ranks of a group. May be called again."""
+        """End all replicas at the same time, but not the ranks of a group. A second call does nothing."""
         self._closing.set()
         self._loop.stop()
         if self._ranks is None:
@@ -339,8 +331,9 @@ class RolloutFleet(ReplicaGroup):
 
 
 def samples_in_flight(max_running: int | None) -> int:
-    """Return the most completions to give a replica at once, whose engine generates `max_running` if it says so.
+    """Return the maximum number of completions of a replica at once, from its engine's `max_running` or None.
 
-    They are a few more than that: a place in the engine is taken again before the controller hears that it is free.
+    The number is a little larger than `max_running`, so that the engine has a next request before the controller hears
+    that it has finished one.
     """
     return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE

@@ -1,4 +1,4 @@
-"""Makes an engine's requests of a batch of prompts, checks its results, and orders batches of samples."""
+"""Makes requests from a batch of prompts, checks an engine's results, and sorts batches of samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from enginehouse.errors import EnginehouseError
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
-    """Return a seed of 31 bits for each row number of a whole batch: samples do not depend on the replica that
-    generates them.
-
-    Row numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014): neighbouring rows get unrelated seeds.
-    """
+    """Return a 31-bit seed for each row number of the whole batch, so that samples do not depend on their replica. Row
+    numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014), so that neighbouring rows get unrelated seeds."""
     with np.errstate(over="ignore"):
         mixed = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed += np.uint64((seed + 1) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF)
@@ -28,11 +25,8 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
 
 
 def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
-    """Make a request of each row of `prompt_ids`; with a seed, each gets its own by the row's `prompt_index`.
-
-    Raises:
-        EnginehouseError: there is a seed, and no such column.
-    """
+    """Make a request for each row of `prompt_ids`. With a seed, each request gets its own from the row's
+    `prompt_index`. Raises `EnginehouseError` if there is a seed but no column `prompt_index`."""
     seeds = None
     if seed is not None:
         if "prompt_index" not in batch:
@@ -46,7 +40,7 @@ def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | Non
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:
-    """Make a request of each prompt, with an id that begins with `name`, and its seed of `seeds` if there are any."""
+    """Make a request for each prompt. Request ids begin with `name`, and `seeds`, if not None, has the seeds."""
     tokens = prompts.values.tolist()
     offsets = prompts.offsets.tolist()
     return [
@@ -60,12 +54,9 @@ def make_requests(
 
 
 def check_result(request: GenerateRequest, result: GenerateResult, engine: str) -> None:
-    """Check that a result is the request's: its place alone says which prompt, reward and group a sample belongs to.
-
-    Raises:
-        EnginehouseError: `engine` returned the result of another request, not `n` completions, or a completion with
-            more or fewer logprobs than tokens.
-    """
+    """Check that a result belongs to its request, because only its place assigns a sample to a prompt, reward and
+    group. Raises `EnginehouseError` if `engine` returned the result of another request, not `n` completions, or a
+    completion with another number of logprobs than tokens."""
     if result.id != request.id or len(result.completions) != request.sampling.n:
         raise EnginehouseError(
             f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "
@@ -84,7 +75,7 @@ def sort_samples(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
     """Concatenate samples in the order of their rows.
 
     Args:
-        pieces: rows and their samples, as many for each row and next to each other; at least one piece.
+        pieces: rows and their samples, at least one piece. Each row has the same number of samples, next to each other.
     """
     row_parts, sample_parts = zip(*pieces, strict=True)
     rows = np.concatenate([np.asarray(part, np.int64) for part in row_parts])

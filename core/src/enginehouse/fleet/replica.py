@@ -1,4 +1,4 @@
-"""A fleet's records of its replicas: state, drawn tokens and busy time."""
+"""A fleet's records of its replicas: state, generated tokens and busy time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FleetReplica(Seat):
     """A replica of a fleet.
 
     Attributes:
-        waits: True if it could not be brought to the version served, and waits for the next update.
-        version: weight version that it was verified to serve; None: the model it was started with.
+        waits: True if the replica could not get the served version, and waits for the next update.
+        version: weight version that the replica was verified to serve; None: the model with which it started.
     """
 
     waits: bool = False
@@ -31,21 +31,20 @@ class FleetReplica(Seat):
 
 
 def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasLost:
-    """Return the error that no replica of a fleet is left, with the death of each."""
+    """Return the error that a fleet has no replica left, with the death of each."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds in its hands."""
+    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds to the answer."""
 
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
 
     def count(self, tokens: int, steps: int, seconds: float) -> None:
-        """Count a request that was answered."""
         self.tokens += tokens
         self.steps += steps
         self.seconds += seconds
@@ -56,9 +55,8 @@ class FleetMetrics:
     """Counts of a fleet since its metrics were last read.
 
     Attributes:
-        retries: requests that were given to another replica.
-        queued: most samples that waited for a replica.
-        drawn: counts by replica.
+        retries: number of requests that were sent to another replica.
+        queued: maximum number of samples that waited for a replica.
     """
 
     retries: int = 0
@@ -66,13 +64,12 @@ class FleetMetrics:
     drawn: defaultdict[int, ReplicaCounts] = field(default_factory=lambda: defaultdict(ReplicaCounts))
 
     def slowest(self, busy: Mapping[int, float]) -> dict[str, float]:
-        """Return the slowest replica, `slowest_replica`, and how many times as long as others it takes, `slowest`.
+        """Return the slowest replica, `slowest_replica`, and the factor by which it takes longer than the others,
+        `slowest`.
 
-        A replica with more to do takes longer for a request, and one with less generates fewer tokens a second. A slow
-        replica does both, so the smaller of both figures counts. Empty unless two replicas have generated something.
-
-        Args:
-            busy: seconds, by replica, in which it had something to do.
+        A replica with more work takes longer for a request, and a replica with less work generates fewer tokens per
+        second. A slow replica does both, so the smaller of the two factors counts. Empty unless two replicas have
+        generated tokens.
         """
         drawn = {number: counts for number, counts in self.drawn.items() if counts.steps and busy.get(number)}
         if len(drawn) < 2:
@@ -90,18 +87,18 @@ class FleetMetrics:
 
 
 FLEET = -1
-"""The whole fleet's number in a `BusyClock`: it is busy as long as a request is in progress."""
+"""Number of the whole fleet in a `BusyClock`. The fleet is busy while a request is in progress."""
 
 
 @dataclass(slots=True)
 class BusyClock:
-    """Measures how long each replica, and the fleet, had something to do."""
+    """Measures the busy time of each replica and of the fleet."""
 
     begun: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
     def set_busy(self, busy: set[int]) -> None:
-        """Mark the replicas that are busy now, and all others as idle."""
+        """Mark the replicas in `busy` as busy and all others as idle."""
         now = time.perf_counter()
         for number in busy - self.begun.keys():
             self.begun[number] = now
@@ -109,18 +106,17 @@ class BusyClock:
             self.seconds[number] = self.seconds.get(number, 0.0) + now - self.begun.pop(number)
 
     def busy_seconds(self, number: int) -> float:
-        """Return how long a replica was busy until now."""
         begun = self.begun.get(number)
         return self.seconds.get(number, 0.0) + (0.0 if begun is None else time.perf_counter() - begun)
 
 
 class ReplicaStatus(NamedTuple):
-    """A rollout replica's state, to be shown.
+    """A rollout replica's state, for display.
 
     Attributes:
         state: `"up"`, `"restarting"`, `"without weights"`, `"lost"` or `"out"`.
-        version: the weight version it serves; None: none yet.
-        requests: number of requests that it was given and has not answered.
+        version: served weight version; None before the first.
+        requests: number of requests in progress.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Calls rollout replicas as one; knows which live, which weights they serve, and when one may start its engine."""
+"""Calls all rollout replicas together. Records which replicas live, their weights, and when they may start engines."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEALTH_EVERY_SECONDS = 15.0
-"""Time between health checks of replicas."""
 HEALTH_SECONDS = 60.0
-"""Time limit of a replica's answer to one."""
+"""Time limit of a replica's answer to a health check."""
 
 
 class ReplicaGroup:
-    """Replicas of a rollout engine, each in a process that may die separately; or ranks of a group, which share a fate.
+    """Replicas of a rollout engine that may die separately, or the ranks of a group, which end together.
 
     Further arguments are those of `RolloutFleet`.
 
     Args:
-        ranks: ranks that share a fate.
-        apart: True if a replica may die separately, and is started again.
+        ranks: ranks of a group.
+        apart: True if a replica may die separately, and is restarted.
 
     Attributes:
-        catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); None: they wait for the next
+        catch_up: sends the served version to returned replicas (`WeightSync.catch_up`). None: they wait for the next
             update.
     """
 
@@ -67,25 +66,23 @@ class ReplicaGroup:
         self._catching_up = False
         self._launches_allowed, self._launches_alone, self._launching = True, False, 0
         self._engine_metrics: dict[str, float] = {}
-        self._version: int | None = None  # newest that was verified; None before the first update
+        self._version: int | None = None  # newest verified version; None before the first update
 
     @property
     def world_size(self) -> int:
-        """Number of replicas, dead ones included."""
+        """Number of replicas, including dead replicas."""
         return len(self._replicas)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the replicas, on their nodes."""
         return [replica.group.pids[replica.rank] for replica in self._replicas]
 
     @property
     def states(self) -> list[State]:
-        """States of the replicas."""
         return [replica.state for replica in self._replicas]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe, for reports, each replica's processes, or its death."""
+        """Describe each replica's processes, or its death, for reports."""
         living = self._find_living()
         numbers = [member.number for member in living.members]
         described = dict(zip(numbers, living.call("describe").result(), strict=True))
@@ -94,10 +91,8 @@ class ReplicaGroup:
             for replica in self._replicas
         ]
 
-    # Calls of all replicas
-
     def launch(self) -> list[str]:
-        """Start every replica's engine and the health checks, and return each engine's name and version."""
+        """Start every replica's engine and the health checks, and return the engines' names and versions."""
         engines = self._find_living().call("launch", timeout=self._start_timeout).result()
         if self._apart:
             threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
@@ -106,10 +101,10 @@ class ReplicaGroup:
     def call(
         self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method of the mode `one_to_all` on every replica that lives; see `WorkerGroup.call`.
+        """Call a method of the mode `one_to_all` on every living replica; see `WorkerGroup.call`.
 
         Returns:
-            A result per replica, in their order; what `Members.call` returns if not blocking.
+            One result per replica, in their order; the result of `Members.call` if `blocking` is False.
         """
         if method == "describe":
             return self.describe()
@@ -117,10 +112,10 @@ class ReplicaGroup:
         return gathered if blocking is False else gathered.result()
 
     def weight_state(self) -> list[Any]:
-        """Return the `RolloutWorker.weight_state` of each replica that lives."""
+        """Return the `RolloutWorker.weight_state` of each living replica."""
         return self._find_living().call("weight_state").result()
 
-    # Memory of devices that other roles use too; see `enginehouse.roles.device_turns`
+    # Methods for devices that other roles use too; see `enginehouse.roles.device_turns`
 
     @property
     def has_serving(self) -> bool:
@@ -128,22 +123,20 @@ class ReplicaGroup:
         return any(replica.state == "serving" for replica in self._replicas)
 
     def sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> list[int | None]:
-        """Have every replica that lives free memory of the kinds `tags`; return the bytes of each."""
+        """Free the memory of the kinds `tags` on every living replica, and return the freed bytes of each."""
         return self.call_living("sleep", tags, timeout=timeout)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Have every replica that lives take memory of the kinds `tags` back."""
+        """Allocate the memory of the kinds `tags` again on every living replica."""
         self.call_living("wake_up", tags)
 
     def abort(self, timeout: float | None = None) -> None:
-        """Abort all requests of the replicas that live."""
+        """Abort all requests of the living replicas."""
         self.call_living("abort", timeout=timeout)
 
     def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every replica that lives; the result of a replica that this call loses is None.
-
-        Returns nothing if none is left: one may be coming back, and whoever waits for it gets the error if none is.
-        """
+        """Call every living replica; the result is None for a replica that is lost during the call. Returns an empty
+        list if no replica is left. One may be restarting, and the code that waits for it gets its error."""
         living = self._find_living()
         if not living.members:
             return []
@@ -160,14 +153,14 @@ class ReplicaGroup:
         return bool(self._find_living().members)
 
     def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
-        """Let restarted replicas start their engines, which fills their devices; or make them wait.
+        """Allow or forbid restarted replicas to start their engines, which fill their devices.
 
-        Launches that have begun are waited for if they are not allowed any more.
+        If launches become forbidden, the call waits for those that have begun.
 
         Args:
-            allowed: True if they may start.
             until: end of that wait, by `time.monotonic()`.
-            alone: True if they may start all the same while none lives, as nobody else would end the wait for one.
+            alone: True if engines may start in any case while no replica lives, because nothing else would end the
+                wait.
         """
         with self._change:
             self._launches_allowed, self._launches_alone = allowed, alone
@@ -194,26 +187,23 @@ class ReplicaGroup:
                 self._launching -= 1
                 self._change.notify_all()
 
-    # Weights; see `enginehouse.weights.sync.Replicas`
+    # Methods of `enginehouse.weights.sync.Replicas`
 
     def members(self) -> Members:
-        """Return the replicas that live, after a health check; if there are none, wait for the first that comes back.
-
-        Raises:
-            ReplicasLost: there are none, and none is being started again.
-        """
+        """Return the living replicas, after a health check. If none lives, wait for the first that returns. Raises
+        `ReplicasLost` if none lives, and none is being restarted."""
         if self._ranks is not None:
             return self._ranks
         self._check_health()
         while not (living := self._find_living()).members:
             if not any(replica.comes_back for replica in self._replicas):
                 raise make_replicas_lost(self.name, self._replicas)
-            with self._lock:  # a restart has deadlines
+            with self._lock:  # the wait ends, because a restart has deadlines
                 self._change.wait(LOOK_SECONDS)
         return living
 
     def confirm(self, members: Members, version: int) -> None:
-        """Let `members`, which were verified to serve `version`, take requests."""
+        """Send requests to `members`, which were verified to serve `version`."""
         with self._lock:
             self._version = version
             for member in members.members:
@@ -223,7 +213,7 @@ class ReplicaGroup:
                 if replica.state == "returned":
                     log.info("%s serves weight version %d and takes rows again", member.group.name, version)
                 replica.state, replica.waits, replica.version = "serving", False, version
-            for replica in self._replicas:  # started again while the first version was on its way to the others
+            for replica in self._replicas:  # replicas that restarted during the transfer of the first version
                 if replica.state == "serving" and replica.version != version:
                     replica.state = "returned"
         self._notify()
@@ -236,7 +226,7 @@ class ReplicaGroup:
         return Members(self.name, members, self.is_lost)
 
     def _begin_to_catch_up(self) -> bool:
-        """Bring a returned replica to the version served, in the background; return False if there is none."""
+        """Send the served version to a returned replica, in the background. Return False if there is none."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
         if self._catching_up or catch_up is None or not ready:
@@ -257,13 +247,9 @@ class ReplicaGroup:
         threading.Thread(target=bring_up, name=f"{member.group.name}-weights", daemon=True).start()
         return True
 
-    # Life and death
-
     def is_lost(self, member: Member, error: Exception | None) -> bool:
-        """Return True if a member is lost. Restart it if `error`, raised by a call of it, shows that.
-
-        An exception of a call is a death only if the engine then does not answer `health`.
-        """
+        """Return True if a member is lost. Restart it if `error`, which a call of it raised, shows that it is. An
+        exception of a call counts as a death only if the engine then does not answer `health`."""
         replica = self._replicas[member.number]
         if replica.incarnation != member.incarnation:
             return True
@@ -279,13 +265,13 @@ class ReplicaGroup:
         with self._lock:
             if self._supervisor.lose(replica, member, first_line(error)):
                 replica.version = None
-                for sibling in self._replicas:  # what another waits for may have gone with this one
+                for sibling in self._replicas:  # another replica may have waited because of this replica
                     sibling.waits = False
         self._notify()
         return True
 
     def _find_illness(self, member: Member) -> Exception | None:
-        """Return what is wrong with a replica's process or engine; None if it answers `health`."""
+        """Return the error of a replica's process or engine; None if it answers `health`."""
         try:
             member.group.call("health", timeout=HEALTH_SECONDS)
         except Exception as error:
@@ -294,15 +280,15 @@ class ReplicaGroup:
         return None
 
     def _check_health(self) -> None:
-        """Ask every replica for its health, so that dead replicas are noted, and keep the engines' metrics."""
+        """Call `health` on every replica, to find dead replicas, and store the engines' metrics."""
         if not self._apart:
             return
         living = self._find_living()
         call = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
         try:
             healths: list[Health] = [health for health in call.result() if health is not None]
-        except Exception as error:  # dead replicas are noted; a slow one is no news
-            log.debug("a replica of %s did not say how it is: %s", self.name, error)
+        except Exception as error:  # dead replicas are restarted, and a slow replica is ignored
+            log.debug("a replica of %s did not report its health: %s", self.name, error)
             return
         by_name = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
         self._engine_metrics = {f"rollout/{name}": sum(values) / len(values) for name, values in by_name.items()}
@@ -311,18 +297,18 @@ class ReplicaGroup:
         while not self._closing.wait(self._health_every):
             try:
                 self._check_health()
-            except Exception:  # the next look may tell more; without looks a death goes unseen
+            except Exception:  # the next check may succeed; without checks nobody sees a death
                 log.exception("the health of %s could not be asked for", self.name)
 
     def _begin(self, replica: FleetReplica) -> str:
-        """Start the engine of a replica whose process was started again."""
+        """Start the engine of a replica whose process was restarted."""
         with self._launch_allowed():
             replica.group.call("launch", timeout=self._start_timeout)
-            with self._lock:  # within: who waits for launches to end has it sleep
+            with self._lock:  # inside the block, because `allow_launches` then lets it sleep
                 replica.state = "returned" if self._version is not None else "serving"
         return ", without weights yet"
 
     def _notify(self) -> None:
-        """Wake whoever waits for a change of a replica."""
+        """Wake all threads that wait for a change of a replica."""
         with self._lock:
             self._change.notify_all()

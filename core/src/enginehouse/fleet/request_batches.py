@@ -1,6 +1,6 @@
 """Packs requests to a rollout worker, and its answers, into arrays.
 
-A step has millions of tokens: as arrays they travel without a look at each, as Python numbers they would take seconds.
+A step has millions of tokens. Arrays are sent without a look at each token, while Python numbers would take seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ class RequestBatch:
     """Packed requests.
 
     Attributes:
-        ids: each request's name.
-        tokens: prompts, end to end, int64.
-        lengths: tokens of each prompt.
-        sampling: the different sampling parameters, without seeds.
-        ways: for each request, an index into `sampling`.
-        seeds: each request's seed.
+        tokens: prompts, concatenated, int64.
+        sampling: the distinct sampling parameters, without seeds.
+        ways: index into `sampling` for each request.
     """
 
     ids: tuple[str, ...] = ()
@@ -57,7 +54,6 @@ class RequestBatch:
         return cls(tuple(ids), _flatten(prompts, np.int64), lengths, tuple(places), tuple(ways), tuple(seeds))
 
     def unpack(self) -> Iterator[GenerateRequest]:
-        """Yield the requests."""
         tokens, offsets = self.tokens.tolist(), [0, *np.cumsum(self.lengths).tolist()]
         bounds = itertools.pairwise(offsets)
         for name, (begin, end), way, seed in zip(self.ids, bounds, self.ways, self.seeds, strict=True):
@@ -70,17 +66,14 @@ class AnswerBatch:
     """Packed results of requests.
 
     Attributes:
-        ids: names of the requests that were answered.
-        firsts: index of each request's first completion; last, the number of completions.
-        tokens: tokens of all completions, end to end, int32.
-        logprobs: logprobs of `tokens`, float32.
-        offsets: index of each completion's first token; last, the number of tokens.
-        reasons: why each completion ended, an index into `REASONS`.
+        firsts: index of each request's first completion, then the number of completions.
+        tokens: tokens of all completions, concatenated, int32.
+        offsets: index of each completion's first token, then the number of tokens.
+        reasons: index into `REASONS` of the finish reason of each completion.
         versions: first and last weight version of each completion, `(completions, 2)`.
-        prompt_logprobs: logprobs of prompts by request id, where they were asked for.
-        failures: errors of the requests that failed by themselves, by id.
-        apart: `tokens` and `logprobs`, a row a completion, in the process that generated them; both are empty here
-            then.
+        prompt_logprobs: logprobs of prompts by request id, if requested.
+        apart: `tokens` and `logprobs` in the process that generated them, with one row per completion. If it is not
+            None, both are empty here.
     """
 
     ids: tuple[str, ...]
@@ -113,19 +106,18 @@ class AnswerBatch:
         )
 
     def split(self) -> tuple[AnswerBatch, Batch]:
-        """Split this into the part that the controller gets, and the tokens that stay in this process."""
+        """Split the batch into the part for the controller, and the tokens that stay in this process."""
         lengths = torch.from_numpy(np.diff(self.offsets))
         tokens = Ragged.from_lengths(torch.from_numpy(self.tokens), lengths)
         rows = Batch({"tokens": tokens, "logprobs": tokens.like(torch.from_numpy(self.logprobs))})
         return replace(self, tokens=self.tokens[:0], logprobs=self.logprobs[:0]), rows
 
     def join(self, rows: Batch) -> AnswerBatch:
-        """Put both parts of `split` together again."""
         tokens, logprobs = (rows.ragged(name).values.numpy() for name in ("tokens", "logprobs"))
         return replace(self, tokens=tokens, logprobs=logprobs, apart=None)
 
     def result(self, place: int, request_id: str) -> GenerateResult:
-        """Return the result of the request at `place`, under its caller's name; it views this answer's arrays."""
+        """Return the result of the request at `place`, with its caller's id. It views this batch's arrays."""
         completions = []
         for number in range(self.firsts[place], self.firsts[place + 1]):
             span = slice(self.offsets[number], self.offsets[number + 1])
@@ -140,11 +132,10 @@ class AnswerBatch:
         """Make a batch of the completions of some requests, in the requests' order.
 
         Args:
-            requests: the requests.
-            places: each request's index in `ids`.
+            places: index in `ids` of each request.
 
         Returns:
-            `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
+            `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (True on the response),
             `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `first_version` and
             `weight_version`, each int64 `(rows,)`, the versions that sampled the first and the last token.
         """
@@ -180,13 +171,12 @@ def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResu
 
 
 def _concat_ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the indices of all ranges, end to end."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) + np.repeat(begins - ends + lengths, lengths)
 
 
 def _flatten(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """Return all rows end to end; a row is a list, an array or a tensor in host memory."""
+    """Return all rows concatenated; a row is a list, an array or a tensor in host memory."""
     if rows and isinstance(rows[0], list):
         return np.fromiter(itertools.chain.from_iterable(rows), dtype)
     return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)

@@ -1,4 +1,4 @@
-"""Has a worker's engine answer requests, from verified weights only."""
+"""Lets a worker's engine answer requests, and returns only responses of verified weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class _Request:
     """A request in progress.
 
     Attributes:
-        task: Task that answers it.
-        waits: True while it waits here for weights to be verified.
-        aborted: True if it is to end.
+        waits: True while the request waits here for the verification of weights.
+        aborted: True once the request must end.
     """
 
     task: asyncio.Task[GenerateResult]
@@ -30,13 +29,12 @@ class _Request:
 
 
 class VerifiedRequestQueue:
-    """Has an engine answer requests. All methods run on the engine's event loop.
+    """Sends requests to an engine. All methods run on the engine's event loop.
 
     Args:
         engine: a launched rollout engine.
-        weights: the engine's end of weight updates.
-        where: names the engine and its worker in messages.
-        seeds: True if the engine takes seeds; an engine that does not declare it is sent none.
+        where: name of the engine and its worker in messages.
+        seeds: True if the engine supports seeds; otherwise requests have none.
     """
 
     def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str, *, seeds: bool = True):
@@ -51,14 +49,9 @@ class VerifiedRequestQueue:
         self._awake.set()
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
-        """Answer a request; requests begun in one turn of the loop reach the engine together, in their order.
-
-        The task raises:
-            EnginehouseError: the engine does not answer it, or returned something else than was requested.
-
-        Raises:
-            EnginehouseError: a request with its id is in progress.
-        """
+        """Start the task that answers a request. Requests of one turn of the loop reach the engine together, in their
+        order. Raises `EnginehouseError` if a request with this id is in progress. The task itself raises it if the
+        engine fails, or its result does not fit the request."""
         if request.id in self._requests:
             raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is in progress already")
         task = asyncio.get_running_loop().create_task(self._draw(request), name=request.id)
@@ -99,7 +92,7 @@ class VerifiedRequestQueue:
             self._idle.set()
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests as `RolloutEngine.abort` does, those that the engine has not got included."""
+        """Abort requests as `RolloutEngine.abort` does, also requests that the engine does not have yet."""
         for name in list(self._requests) if ids is None else ids:
             if (state := self._requests.get(name)) is not None:
                 state.aborted = True
@@ -108,20 +101,20 @@ class VerifiedRequestQueue:
         await self._engine.abort(ids)
 
     async def fall_asleep(self) -> None:
-        """Give the engine no more requests until `wake_up`, and return once it generates nothing."""
+        """Hold requests back until `wake_up`, and return once the engine generates nothing."""
         self._awake.clear()
         while self._in_engine:
             self._idle.clear()
             await self._idle.wait()
 
     def wake_up(self) -> None:
-        """Give the engine requests again."""
+        """Send requests to the engine again."""
         self._awake.set()
 
     async def exchange(
         self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
     ) -> list[asyncio.Task[GenerateResult]]:
-        """Begin requests, abort others, and return those that have ended, as `AnswerQueue` does."""
+        """Begin requests, abort others, and return those that have ended, as in `AnswerQueue`."""
         asking = self._answers.ask()
         for request in requests:
             self._answers.add(self.begin(request))

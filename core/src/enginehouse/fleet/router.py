@@ -1,6 +1,6 @@
-"""Takes a fleet's requests to replicas, on one event loop: each to one replica, and to another if that is lost.
+"""Routes a fleet's requests to replicas, on one event loop, and routes them again if their replica is lost.
 
-`enginehouse.fleet.balancer` chooses the replica; `enginehouse.fleet.fleet` knows which live and come back.
+`enginehouse.fleet.balancer` chooses the replica, and `enginehouse.fleet.fleet` knows which replicas live.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from enginehouse.fleet.replica import FleetMetrics
 
 MOST_TRIES = 3
-"""Number of replicas with which a request may be lost before it is taken for the cause."""
+"""Number of lost replicas after which their common request counts as the cause."""
 MOST_NAMED = 8
-"""Requests that an error names at most."""
 
 
 class PoisonousRows(ControllerError):
@@ -42,9 +41,8 @@ class Flight:
     """A request in progress.
 
     Attributes:
-        ended: called with this flight once it has ended, unless nobody waits for it any more (`Router.forget`).
-        answer: the answer batch and the request's place in it, once it is answered.
-        replica: number of the replica that answered it.
+        ended: called with this flight once it has ended, unless it was forgotten (`Router.forget`).
+        answer: the answer batch and the request's place in it; None before the answer.
     """
 
     number: int
@@ -55,7 +53,7 @@ class Flight:
     error: Exception | None = None
 
     def fetch_answer(self) -> tuple[AnswerBatch, int]:
-        """Return the answer of a flight that has ended, or raise its error."""
+        """Return the answer of an ended flight, or raise its error."""
         if self.answer is None:
             assert self.error is not None
             raise self.error
@@ -64,19 +62,17 @@ class Flight:
 
 
 class Router:
-    """Takes requests to replicas. All runs on one event loop, but for `wake`, `hurry` and `requests`.
+    """Sends requests to replicas. All methods but `wake`, `hurry` and `requests` run on one event loop.
 
     Args:
-        name: the fleet's name, for messages.
-        limit: most completions a replica is given at once.
-        metrics: returns the counts to add to.
-        tokens_stay: True if tokens stay where they are generated (`AnswerBatch.apart`).
-        held: returns True while requests are kept back; whoever ends that calls `wake`.
-        forgets: True if prefixes are forgotten once nothing is in progress, so that the choice of replica does not
+        limit: maximum number of completions of a replica at once.
+        tokens_stay: True if tokens stay on the worker that generates them (`AnswerBatch.apart`).
+        held: returns True while requests are held back. The code that ends this state calls `wake`.
+        forgets: True if prefixes are forgotten once no request is in progress, so that the choice of a replica does not
             depend on earlier requests.
-        is_lost: the fleet's `is_lost`; it may take long.
-        catch_up: begins to bring a returned replica to the version served, and calls `wake` at the end; False if there
-            is nothing to do.
+        is_lost: `is_lost` of the fleet, which may take long.
+        catch_up: begins to send the served version to a returned replica, and calls `wake` at the end. Returns False if
+            there is no such replica.
     """
 
     def __init__(
@@ -104,25 +100,22 @@ class Router:
         self._balancer = ReplicaBalancer(limit, memory)
         self._flights: dict[int, Flight] = {}
         self._serving: dict[int, Member] = {}
-        self._attempts: dict[int, dict[str, tuple[Attempt, float]]] = {}  # by replica and name, with its start
-        self._aborted: dict[int, list[str]] = {}  # by replica, to be sent to it
+        self._attempts: dict[int, dict[str, tuple[Attempt, float]]] = {}  # by replica and name, with the start time
+        self._aborted: dict[int, list[str]] = {}  # by replica, to send with the next call
         self._exchange = Exchange[Member](self._turn, self._take, self._take_error)
 
     @property
     def idle(self) -> bool:
-        """True if nothing is in progress."""
         return self._balancer.done
 
     def submit(self, number: int, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
-        """Have a request answered; requests of one turn of the loop go to a replica as one call, in their order.
+        """Begin a request. The requests of one turn of the loop go to a replica in one call, in their order.
 
-        Its `error` may be:
-            ReplicasLost: naming each replica's death.
-            PoisonousRows: several replicas were lost with it.
-            WorkerError: a replica that lives failed, or the engine refused it.
+        The flight's `error` may be `ReplicasLost` (all replicas died), `PoisonousRows` (several replicas were lost with
+        the request), or `WorkerError` (a living replica failed, or its engine rejected the request).
 
         Args:
-            number: larger than any before.
+            number: larger than all earlier numbers.
             ended: called with the returned flight once it has ended.
         """
         if self._forgets and self._balancer.done:
@@ -136,10 +129,8 @@ class Router:
     async def draw_all(
         self, requests: Iterable[tuple[int, GenerateRequest]], hand_over: Callable[[dict[int, Flight]], None]
     ) -> None:
-        """Have numbered requests drawn, and hand over, by their places, those that end in one turn of the loop.
-
-        Cancelling this ends the requests.
-        """
+        """Answer numbered requests. `hand_over` gets the flights that end in one turn of the loop, by their places.
+        Cancelling this coroutine ends the requests."""
         flights, ended, all_ended = list[Flight](), dict[int, Flight](), asyncio.Event()
 
         def note(place: int, flight: Flight) -> None:
@@ -162,7 +153,7 @@ class Router:
                 self.forget(flight)
 
     def forget(self, flight: Flight) -> None:
-        """End a request that nobody waits for any more, wherever it is."""
+        """End a request whose result nobody needs any more."""
         if self._flights.pop(flight.number, None) is None:
             return
         if (attempt := self._balancer.drop(flight.number)) is not None:
@@ -170,23 +161,21 @@ class Router:
         self._exchange.soon()
 
     def _replica_name(self, number: int) -> str:
-        """Return the name of a request at replicas: a caller's ids may be another caller's too."""
+        """Return a request's name at replicas. Ids alone are ambiguous, because several callers may use the same."""
         return f"{self._name}-{number}"
 
     def wake(self) -> None:
-        """Look at the replicas again, as something has happened to one. From any thread."""
-        with suppress(RuntimeError):  # the loop was closed: there is nothing to be done any more
+        """Check the replicas again, because one has changed. Callable from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._exchange.soon)
 
     def hurry(self) -> None:
-        """Wait no longer than needed, as the caller was interrupted. From any thread."""
+        """Shorten waits, because the caller was interrupted. Callable from any thread."""
         self._exchange.hurry()
 
     def requests(self, replica: int) -> int:
-        """Return how many requests a replica was given and has not answered. From any thread."""
+        """Return the number of requests in progress at a replica. Callable from any thread."""
         return len(self._attempts.get(replica, ()))
-
-    # One turn of the loop
 
     def _turn(self) -> None:
         self._follow_states()
@@ -203,7 +192,7 @@ class Router:
             self._fail(list(self._flights), make_replicas_lost(self._name, self._replicas))
 
     def _follow_states(self) -> None:
-        """Take lost replicas out, and let those that serve again take requests."""
+        """Remove lost replicas, and let replicas that serve again take requests."""
         for replica in self._replicas:
             member = replica.member if replica.state == "serving" else None
             current = self._serving.get(replica.number)
@@ -231,7 +220,7 @@ class Router:
                 f"what it dies of, another replica will as well. The last deaths:\n{deaths}"
             ))  # fmt: skip
         for entry in lost:
-            if entry.number not in self._flights:  # nobody wants it any more
+            if entry.number not in self._flights:  # forgotten
                 self._balancer.drop(entry.number)
 
     def _note(self) -> None:
@@ -252,17 +241,15 @@ class Router:
             member, lambda: member.group.execute_rank_async(rank, self._method, requests, tuple(aborted))
         )
 
-    # Answers
-
     async def _take(self, member: Member, answer: AnswerBatch | tuple[AnswerBatch, DistributedBatch]) -> None:
         if isinstance(answer, tuple):
             answer = replace(answer[0], apart=answer[1])
-        if self._serving.get(member.number) == member:  # else another replica draws the requests
+        if self._serving.get(member.number) == member:  # else another replica answers the requests
             self._hand_over(member, answer)
             await self._take_failures(member, answer)
 
     def _hand_over(self, member: Member, answer: AnswerBatch) -> None:
-        """Hand over answered requests; they count, whatever happens to the replica that answered them."""
+        """Hand over answered requests. They count even if their replica is lost afterwards."""
         lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):
             request_lengths = lengths[answer.firsts[place] : answer.firsts[place + 1]]
@@ -278,12 +265,12 @@ class Router:
         self._note()
 
     def _finish(self, member: Member, name: str) -> tuple[int, float] | None:
-        """Return an answered request's number, and when the replica got it; None if the replica does not have it."""
+        """Return an answered request's number and start time; None if the replica does not have it."""
         attempt, begun = self._attempts[member.number].pop(name, (None, 0.0))
         return (attempt.entry.number, begun) if attempt is not None and self._balancer.finish(attempt) else None
 
     async def _take_failures(self, member: Member, answer: AnswerBatch) -> None:
-        """End requests that failed by themselves, unless their engine died of a request."""
+        """End requests that failed, unless a request has killed the engine."""
         errors = {name: failure.to_error() for name, failure in answer.failures.items()}
         if not errors or await self._check_lost(member, next(iter(errors.values()))):
             return
@@ -293,7 +280,7 @@ class Router:
         self._note()
 
     async def _take_error(self, member: Member, error: Exception) -> None:
-        """Follow up a call that failed: its replica is lost, or else all requests that it was given fail."""
+        """Handle a failed call. Either its replica is lost, or all requests of the replica fail."""
         if isinstance(error, ClusterLost):
             self._fail(list(self._flights), error)
         elif not await self._check_lost(member, error):
@@ -313,6 +300,6 @@ class Router:
         self._note()
 
     def _end(self, number: int, error: Exception) -> None:
-        if (flight := self._flights.pop(number, None)) is not None:  # else nobody waits for it
+        if (flight := self._flights.pop(number, None)) is not None:  # else it was forgotten
             flight.error = error
             flight.ended(flight)

@@ -1,6 +1,6 @@
-"""The interface for authors of plugins, and the access of enginehouse to their declarations.
+"""The interface for authors of plugins, and enginehouse's access to their declarations.
 
-Light: this package imports neither torch, ray nor pydantic.
+This package imports neither torch, ray nor pydantic.
 """
 
 from enginehouse.plugin.errors import PluginError, PluginLookupError

@@ -19,7 +19,7 @@ TYPES: dict[Any, str] = {
     dict: "mapping",
     Any: "anything",
 }
-"""Names of types as YAML's users know them."""
+"""Names of types in YAML."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 REQUIRED = "(required)"
@@ -36,7 +36,6 @@ class Argument(NamedTuple):
     """One argument.
 
     Attributes:
-        name: name of the argument.
         type: type with its bounds; empty without an annotation.
         default: default as YAML shows it, or `REQUIRED`.
         description: entry of the argument in the section `Args:` of the function's docstring.
@@ -53,7 +52,7 @@ class Argument(NamedTuple):
 
 
 def arguments_of(function: Callable[..., Any], positional: int = 0) -> list[Argument]:
-    """Return the arguments that a config can give by name. `positional` others come first."""
+    """Return the arguments that a config can give by name, without the first `positional` arguments."""
     descriptions = _read_descriptions(function)
     return [
         Argument(

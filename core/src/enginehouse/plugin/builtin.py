@@ -9,4 +9,4 @@ BUILTIN: tuple[str, ...] = (
 """Modules of core in order of registration. No other plugin may declare the names of their records."""
 
 STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl", "enginehouse-transports")
-"""Distributions of enginehouse built on core. The plugin of an installed one counts as core's own."""
+"""Distributions of enginehouse that are built on core. If installed, their plugins count as core's own."""

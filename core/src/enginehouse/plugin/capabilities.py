@@ -1,4 +1,4 @@
-"""Names of abilities beyond the minimum of a protocol. An ability that is not declared is never used or tested."""
+"""Names of abilities beyond the minimum of a protocol. An undeclared ability is neither used nor tested."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 EXPERTS = "experts"
 """Trains mixtures of experts, or serves them and updates their weights."""
 LENT_WEIGHTS = "lent_weights"
-"""Training: `WeightSource.iter_full` yields the live tensors, which stay in place. Rollout: lent tensors are served
-where they lie, within `Loan.using` (`WeightChunk.loan`)."""
+"""Training: `WeightSource.iter_full` yields the live tensors, which stay in place. Rollout: the engine serves lent
+tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
 
 # Training engines
 OFFLOAD = "offload"
@@ -43,7 +43,7 @@ RESHARD_CHECKPOINT = "reshard_checkpoint"
 BACKGROUND_SAVE = "background_save"
 """`save_in_background` writes while training continues."""
 HALF_PRECISION = "half_precision"
-"""`ModelSpec.dtype` may be `"bfloat16"`: the engine computes and serves in it, and updates weights in float32."""
+"""`ModelSpec.dtype` may be `"bfloat16"`: the engine computes and serves in bfloat16, and updates weights in float32."""
 
 # Rollout engines
 STOP_STRINGS = "stop_strings"

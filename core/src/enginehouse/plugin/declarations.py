@@ -1,4 +1,4 @@
-"""Checks of records. A mistake is reported at the declaration, to the plugin that made it."""
+"""Checks of records. A mistake is reported at the declaration, as a problem of the declaring plugin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_environments": (records.Environment,),
     "enginehouse_register_stages": (records.Stage,),
 }
-"""The record types that each declaring hook takes."""
+"""Record types that each declaring hook accepts."""
 
 # A name has no colon, because configs also accept "distribution:name" and "module:function".
 NAME = re.compile(r"[a-z][a-z0-9_.-]*\Z")
@@ -29,11 +29,8 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
 
 
 def check_record(record: object, hook: str) -> records.Record:
-    """Return `record` if `hook` takes it and its fields are valid.
-
-    Raises:
-        PluginError: if it has the wrong type, or an invalid name, reference, requirement or capability.
-    """
+    """Return `record` if `hook` takes it and its fields are valid. Raises `PluginError` if it has the wrong type, or an
+    invalid name, reference, requirement or capability."""
     accepted = DECLARING[hook]
     if not isinstance(record, accepted):
         names = " or ".join(kind.__name__ for kind in accepted)
@@ -55,7 +52,7 @@ def check_record(record: object, hook: str) -> records.Record:
 
 
 def _check_requirements(what: str, record: records.Backend | records.Tracker | records.Function) -> None:
-    """Reject an invalid requirement string, at which any later check would fail."""
+    """Reject an invalid requirement string, which would make later checks fail."""
     for text in record.requires:
         try:
             parse_requirement(text)

@@ -76,7 +76,7 @@ def moved(
 
 @contextlib.contextmanager
 def gather_deprecations() -> Iterator[list[str]]:
-    """Collect the distinct deprecation warnings of the block as texts. All other warnings are shown as usual."""
+    """Collect the distinct deprecation warnings of the block as texts. Other warnings are shown as usual."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ContractDeprecation)

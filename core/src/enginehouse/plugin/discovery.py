@@ -24,7 +24,7 @@ BLOCKED = "ENGINEHOUSE_BLOCK_PLUGINS"
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """The plugins that may be imported, by plugin or distribution name. Core's own are always loaded.
+    """The plugins that may be imported, by plugin or distribution name. Core's own plugins are always loaded.
 
     Attributes:
         enabled: the only plugins to load; None loads all installed plugins.
@@ -37,7 +37,7 @@ class Switches:
     strict: bool = False
 
     def merge(self, environment: Mapping[str, str]) -> Switches:
-        """Merge the environment's switches into these. Its enabled plugins replace ours; blocked ones add up."""
+        """Merge the environment's switches: its enabled plugins replace those here, its blocked plugins are added."""
         names = environment.get(ENABLED)
         enabled = self.enabled if names is None else _split_names(names)
         blocked = (*self.blocked, *_split_names(environment.get(BLOCKED, "")))
@@ -65,7 +65,7 @@ def read_switches() -> Switches:
 def find_installed(
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> list[tuple[Plugin, metadata.EntryPoint]]:
-    """Return all plugins except enginehouse's own, sorted by name. None is imported.
+    """Return all plugins except enginehouse's own, sorted by name, without importing them.
 
     Args:
         entry_points: replacement for the installed entry points.
@@ -76,7 +76,7 @@ def find_installed(
 
 
 def find_storeys() -> list[tuple[Plugin, metadata.EntryPoint]]:
-    """Return the installed plugins of enginehouse that are built on core. None is imported."""
+    """Return the installed plugins of enginehouse that are built on core. They are not imported."""
     return [
         (Plugin(point.module.removesuffix(".plugin"), CORE, point.dist.version, point.module, internal=True), point)
         for point in sorted(filter(_is_storey, find_entry_points()), key=lambda point: point.name)
@@ -89,10 +89,8 @@ def _is_storey(entry_point: metadata.EntryPoint) -> bool:
 
 
 def find_entry_points() -> Sequence[metadata.EntryPoint]:
-    """Return the entry points of all installed plugins.
-
-    This reads the metadata of all distributions, but only again if a folder of `sys.path` has changed.
-    """
+    """Return the entry points of all installed plugins. It reads the metadata of all distributions, and caches them
+    until a folder of `sys.path` changes."""
     return _entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
 
 
@@ -102,7 +100,7 @@ def _entry_points(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.EntryP
 
 
 def _changed(folder: str) -> int:
-    """Return the time at which the list of files in a folder last changed, in ns; 0 if there is no such folder."""
+    """Return the time in ns at which the files of a folder last changed; 0 if there is no such folder."""
     try:
         return os.stat(folder or os.curdir).st_mtime_ns
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Findings of the checks of a config: problems, which forbid the run, and notes, which do not."""
+"""Findings of a config's checks: problems, which prevent the run, and notes, which do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Findings:
 
     Attributes:
         problems: errors in order of discovery.
-        notes: sentences on properties that the user may not expect.
+        notes: sentences about effects that the user may not expect.
         seen: facts about the data for the plan, as pairs of name and value.
     """
 
@@ -34,11 +34,9 @@ class Findings:
             self.problems.append(error)
 
     def refuse(self, message: str) -> None:
-        """Add a problem of the config."""
         self.problems.append(ConfigError(message))
 
     def note(self, sentence: str) -> None:
-        """Add a note."""
         self.notes.append(sentence)
 
     def doing(self, words: str) -> None:

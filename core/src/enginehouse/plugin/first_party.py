@@ -21,10 +21,10 @@ TOOLS = {
     "testing": ("certify", "matrix", "new-plugin", "parity", "plugins doctor"),
     "transports": (),
 }
-"""Core's extras without a backend, and the commands that they add."""
+"""Core's extras without an engine, and the commands that they add."""
 
 OF_KIND = {"environment": "environments", "transport": "transports"}
-"""The extra that brings records of a kind. All other kinds come with the extra of a backend."""
+"""Extras that add records of a kind. All other kinds come with the extra of an engine."""
 
 
 def own_distributions() -> set[str]:
@@ -43,8 +43,7 @@ def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list
     """Return core's extras whose plugin is not installed, from core's metadata.
 
     Args:
-        known: the installed plugins.
-        kind: a key of `OF_KIND`, for the extras that bring such records. Otherwise, return the extras of backends.
+        kind: a key of `OF_KIND` returns the extras that add such records; anything else returns the extras of engines.
     """
     distributions = own_distributions()
     present = {
@@ -92,7 +91,7 @@ def _list_folders(plugins: Path, name: str) -> list[Path]:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if there is none here."""
+    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if it is not here."""
     try:
         record = metadata.distribution(CORE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

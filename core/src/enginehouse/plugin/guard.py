@@ -1,7 +1,7 @@
-"""Guards a command against its plugins, because each command runs the modules of all of them.
+"""Guards a command against its plugins, because each command imports the modules of all plugins.
 
 If a plugin raises, exits or hangs, it is dropped, and the other plugins are loaded. `os._exit` or a crash in native
-code ends the command; then a witness, a separate shell, names the plugin.
+code ends the command. Then a separate shell, the witness, names the plugin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 SECONDS = 30.0
-"""Time limit for loading a plugin. A light one takes 0.01 s."""
+"""Time limit for loading a plugin. A light plugin takes 0.01 s."""
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,8 +31,8 @@ class Overdue(BaseException):
 def run_guarded(work: Callable[[], object]) -> BaseException | None:
     """Run code of a plugin and return what it raised, of any type; `Overdue` after `SECONDS`.
 
-    Ctrl-C and other signals that ask for an end are not the plugin's fault. Their former handlers get them once the
-    plugin's code was left. Outside the main thread there is no time limit.
+    Ctrl-C and other signals that ask for an end are not the plugin's fault. They interrupt its code, and then go to
+    their former handlers. Outside the main thread there is no time limit.
     """
     if threading.current_thread() is not threading.main_thread():
         return _catch(work)
@@ -68,7 +68,7 @@ def _catch(work: Callable[[], object]) -> BaseException | None:
 
 @contextlib.contextmanager
 def witness() -> Iterator[Callable[[str, str], None]]:
-    """Let a shell beside this process report on stderr which plugin was being loaded if this process ends in the block.
+    """Start a shell beside this process. If this process ends in the block, the shell names the plugin on stderr.
 
     Yields:
         A function that tells the shell the name and distribution of the next plugin. It does nothing without a shell.
@@ -79,7 +79,7 @@ def witness() -> Iterator[Callable[[str, str], None]]:
     def tell(name: str, owner: str) -> None:
         nonlocal shell
         with contextlib.suppress(OSError):
-            if shell is None:  # in a separate process group, so that Ctrl-C leaves it
+            if shell is None:  # in a separate process group, which Ctrl-C does not reach
                 streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
                 shell = os.posix_spawn("/bin/sh", ["sh", "-c", _WITNESS], {}, file_actions=streams, setpgroup=0)
             os.write(writing, f"{name} {owner}\n".encode())

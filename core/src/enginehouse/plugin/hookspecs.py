@@ -96,10 +96,10 @@ def enginehouse_pick_transport(
     cluster: Placement,
     transports: Sequence[records.Transport],
 ) -> str | None:
-    """Return the name of the weight transport for a run, or None to leave the choice to others. Core answers last.
+    """Return the name of the weight transport for a run, or None to let other plugins choose. Core answers last.
 
-    `cluster` describes where the two roles run. `transports` are the choices, core's own first. Called once, when a
-    run is planned whose config names no transport. Since 1.0.
+    `cluster` describes where the two roles run. `transports` are the choices, core's own first. Called once, when a run
+    is planned whose config names no transport. Since 1.0.
     """
 
 
@@ -150,10 +150,10 @@ def enginehouse_run_finished(run: Any, outcome: str) -> None:
 
 @hookspec
 def enginehouse_run_recorded(directory: str, outcome: str) -> None:
-    """Called once, last: all files of the run are written, and `run.json` holds `outcome`.
+    """Called once, last, when all files of the run are written and `run.json` holds `outcome`.
 
-    `outcome` is one of those of `enginehouse_run_finished`. Return quickly after `"interrupted"`, because a user
-    waits. An error raised here does not change how the run ended. Since 1.1.
+    `outcome` has the values of `enginehouse_run_finished`. Return quickly after `"interrupted"`, because a user waits.
+    An error raised here does not change how the run ended. Since 1.1.
     """
 
 

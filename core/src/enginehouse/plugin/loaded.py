@@ -1,4 +1,4 @@
-"""A plugin in the view of the manager: its source, the outcome of loading it, and its declarations."""
+"""A plugin as the manager sees it: its source, the outcome of loading it, and its declarations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple
 from enginehouse.plugin.records import Record
 
 CORE = "enginehouse"
-"""The distribution of core."""
 
 State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
-"""The state of a plugin: usable, excluded by a switch, failed to load, for another contract, or lacking its engine."""
+"""State of a plugin: usable, excluded by a switch, failed to load, for another contract, or without its engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,19 +19,15 @@ class Plugin:
     """A plugin and the outcome of loading it.
 
     Attributes:
-        name: name of its entry point; of enginehouse's own plugins, their package.
-        distribution: the installed distribution that contains it; `enginehouse` for enginehouse's own.
-        version: version of the distribution.
+        name: name of its entry point; for enginehouse's own plugins, the package.
+        distribution: the installed distribution that contains it; `enginehouse` for enginehouse's own plugins.
         module: the module that its entry point names.
-        internal: True for enginehouse's own plugins.
         protocol: contract version that it states; empty if it was never imported.
         status: outcome of loading. Only the manager knows whether requirements are missing (`states`).
-        problem: one line on the problem; empty if there is none.
-        traceback: traceback of the error that broke it.
+        problem: the problem in one line; empty if there is none.
+        traceback: traceback of the error; empty if there is none.
         note: remark for the author of a working plugin; empty if there is none.
-        deprecated: the deprecated parts of the contract that it uses; contained in the note.
-        hooks: names of the hooks that it implements.
-        records: its declarations.
+        deprecated: the deprecated parts of the contract that it uses, which are also in the note.
         withdrawn: kind and name of each record that it declared before it failed.
     """
 
@@ -72,5 +67,5 @@ def is_same_distribution(first: str, second: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical spelling of a distribution's name (PEP 503). Importing packaging for it would take 10 ms."""
+    """Return the canonical spelling of a distribution's name (PEP 503). Importing packaging would take 10 ms."""
     return re.sub(r"[-_.]+", "-", name).lower()

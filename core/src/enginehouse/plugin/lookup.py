@@ -1,4 +1,4 @@
-"""Errors of names that cannot be used, with the user's options."""
+"""Errors for names that cannot be used. They tell the user what to do."""
 
 from __future__ import annotations
 
@@ -59,10 +59,8 @@ def not_found_error(
     """Return the error for a name that no usable record has: its plugin is not loaded, not installed, or unknown.
 
     Args:
-        kind: kind of record; None is a backend, for training or rollout.
+        kind: kind of record; None is an engine, for training or rollout.
         asked: the name, or `"distribution:name"`.
-        plugins: all installed plugins.
-        provided: all records to choose from.
     """
     distribution, name = split_name(asked)
     installed = list(plugins)
@@ -86,10 +84,8 @@ def not_found_error(
 
 
 def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
-    """Return the error for a name that no plugin, distribution or record has.
-
-    A backend that is not loaded gets its own error. Any other name gets all names as choices.
-    """
+    """Return the error for a name that no plugin, distribution or record has. An engine that is not loaded gets its own
+    error. For any other name, the choices are all names."""
     error = not_found_error(None, name, plugins, ())
     if error.reason != "unknown":
         return error

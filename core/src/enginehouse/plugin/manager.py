@@ -1,7 +1,7 @@
 """Loads plugins, finds their declarations, and calls their hooks.
 
 Discovery does not use `pluggy.PluginManager.load_setuptools_entrypoints`, because one broken plugin aborts it. Here
-each plugin is imported and registered by itself. Its error becomes its own problem, which `enginehouse plugins list`
+each plugin is imported and registered separately. Its error is stored as its problem, which `enginehouse plugins list`
 and every request for the plugin show.
 """
 
@@ -62,7 +62,7 @@ OFFERED = ".".join(map(str, hookspecs.CONTRACT))
 """The contract version of this enginehouse."""
 
 HEAVY = ("torch", "ray", "transformers")
-"""Packages that no plugin's module may import, because every command would wait for them."""
+"""Packages that a plugin's module must not import, because every command would wait for them."""
 
 HEAVY_SECONDS = 1.0
 """CPU seconds from which the import of a plugin's module counts as heavy."""
@@ -91,8 +91,6 @@ class PluginManager:
             getattr(self._hooks.hook, hook).call_historic(kwargs={"register": self._register_of(hook)})
         self._observers = Observers(self._hooks, switches.strict)
 
-    # Lookup
-
     @overload
     def get(self, kind: type[R], name: str, *, elsewhere: bool = False) -> R: ...
     @overload
@@ -107,7 +105,7 @@ class PluginManager:
                 requirements are then not checked in this one.
 
         Raises:
-            PluginLookupError: if it cannot be used. `reason` says why, and the message what to do.
+            PluginLookupError: if the name cannot be used. `reason` is the cause, and the message names a remedy.
         """
         word = _word(kind)
         providers = self.providers(word, name)
@@ -165,10 +163,8 @@ class PluginManager:
         name, _ = lookup.split_name(text)
         return name is None or any(is_same_distribution(name, plugin.distribution) for plugin in self.plugins)
 
-    # State
-
     def missing(self, record: Record) -> tuple[Missing, ...]:
-        """Return the requirements of a record that this Python environment does not meet. Nothing is imported."""
+        """Return the requirements of a record that this Python environment does not meet. The check imports nothing."""
         if not isinstance(record, Backend | Tracker | Function):
             return ()
         if id(record) not in self._missing:
@@ -176,14 +172,10 @@ class PluginManager:
         return self._missing[id(record)]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which `plugins()` in a worker process loads the same plugins.
-
-        Plugins that are broken here are blocked there, because each worker would wait for a plugin that hangs.
-        """
+        """Return the environment variables with which `plugins()` in a worker process loads the same plugins. Plugins
+        that are broken here are blocked there, because each worker would wait for a hanging plugin."""
         broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
         return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
-
-    # Deciding and observing
 
     def pick_transport(self, train: TrainBackend, rollout: RolloutBackend, cluster: Placement) -> Transport:
         """Choose the weight transport of a run.
@@ -205,7 +197,7 @@ class PluginManager:
         return hook(run=run, step=step)
 
     def observes(self, event: str) -> bool:
-        """Return True if anyone observes `event` (`"step_finished"`). Ask first if its facts are costly."""
+        """Return True if a plugin observes `event` (`"step_finished"`). Call this before you compute costly facts."""
         return self._observers.any(event)
 
     def observe(self, event: str, **facts: Any) -> None:
@@ -213,7 +205,6 @@ class PluginManager:
 
         Args:
             event: name of a hook without `enginehouse_`, such as `"step_finished"`.
-            facts: all arguments of the hook.
 
         Raises:
             KeyError: if there is no such event.
@@ -226,7 +217,6 @@ class PluginManager:
         """Let each plugin add its sub-commands to a click group. A plugin that fails is logged and adds no more.
 
         Args:
-            cli: the group.
             of_enginehouse: True to include enginehouse's own plugins.
         """
         skipped = () if of_enginehouse else [_hook_name(plugin) for plugin in self.plugins if plugin.internal]
@@ -240,14 +230,12 @@ class PluginManager:
                 if error := run_guarded(partial(implementation.function, *arguments)):
                     log.warning("plugin %s:%s could not add its commands: %s", owner, name, error, exc_info=error)
 
-    # Loading
-
     def load(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
         """Load the plugins of enginehouse itself, then all installed plugins that are not switched off."""
         for name in BUILTIN:
             plugin = Plugin(name.removesuffix(".plugin"), "enginehouse", __version__, name, internal=True)
             self.plugins.append(plugin)
-            # A failure here is a bug of this installation and not the state of a plugin.
+            # Errors are raised here, because they are bugs of this installation.
             self._register(plugin, importlib.import_module(name))
         with witness() as tell:
             for plugin, entry_point in (*find_storeys(), *find_installed(entry_points)):
@@ -262,7 +250,7 @@ class PluginManager:
         self._observers = Observers(self._hooks, self.switches.strict)
 
     def load_one(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
-        """Import and register one plugin. If that fails, withdraw its declarations and store the error in it."""
+        """Import and register one plugin. If that fails, withdraw its declarations and store the error in `plugin`."""
         before, seconds = set(sys.modules), time.thread_time()
         with gather_deprecations() as plugin.deprecated, stdout_to_stderr():
             error = run_guarded(lambda: self._register(plugin, entry_point.load()))
@@ -281,9 +269,9 @@ class PluginManager:
             log.info("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
-        """Check the contract, then register. Declaring hooks are historic, so `module` declares inside this call."""
+        """Check the contract, then register `module`. Its historic declaring hooks run inside this call."""
         protocol = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
-        if not isinstance(protocol, str):  # the number 1.10 is 1.1
+        if not isinstance(protocol, str):  # a number would turn 1.10 into 1.1
             raise IncompatiblePlugin(f'{PROTOCOL} = {protocol!r} is no text; write {PROTOCOL} = "{protocol}"')
         plugin.protocol = protocol
         _check_protocol(plugin)
@@ -344,11 +332,12 @@ def load_plugins(
     strict: bool = False,
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> PluginManager:
-    """Load plugins into a new manager, without the switches of the environment. `plugins` applies those.
+    """Load plugins into a new manager. `plugins()` also applies the switches of the environment, but this function does
+    not.
 
     Args:
-        enabled: the only plugins to load, by plugin or distribution name. None loads all that are installed; empty
-            loads only enginehouse's own.
+        enabled: the only plugins to load, by plugin or distribution name. None loads all installed plugins; empty loads
+            only enginehouse's own.
         blocked: plugins not to load.
         strict: True if a failing observer raises.
         entry_points: replacement for the installed entry points.
@@ -357,7 +346,6 @@ def load_plugins(
 
 
 def load_switched(switches: Switches, entry_points: Iterable[metadata.EntryPoint] | None = None) -> PluginManager:
-    """Load plugins into a new manager by `switches`."""
     manager = PluginManager(switches)
     manager.load(entry_points)
     return manager
@@ -372,11 +360,7 @@ def _word(kind: type[Record] | str) -> str:
 
 
 def _check_protocol(plugin: Plugin) -> None:
-    """Check that a plugin's contract version runs here.
-
-    Raises:
-        IncompatiblePlugin: if it does not, or the plugin states none.
-    """
+    """Raise an `IncompatiblePlugin` if a plugin states no contract version, or an incompatible one."""
     protocol, owner = plugin.protocol, plugin.distribution
     if not protocol:
         raise IncompatiblePlugin(
@@ -399,7 +383,7 @@ def _check_protocol(plugin: Plugin) -> None:
 
 
 def _heaviness(modules: Set[str], seconds: float) -> str:
-    """Describe the cost of importing a plugin's module, if it is too high for every command."""
+    """Describe the cost of importing a plugin's module, if it is too high; else return an empty text."""
     heavy = [name for name in HEAVY if name in modules]
     if not heavy and seconds < HEAVY_SECONDS:
         return ""
@@ -412,7 +396,7 @@ def _heaviness(modules: Set[str], seconds: float) -> str:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send everything printed in the block, by C code and child processes too, to stderr. Stdout is for results."""
+    """Redirect all output in the block to stderr, also of C code and child processes. Stdout is only for results."""
     if sys.stdout is not None:
         sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as cleanup:
@@ -425,14 +409,13 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _check_marked(module: ModuleType) -> None:
-    """Reject a function that is named like a hook but not marked, because pluggy would overlook it."""
+    """Reject a function with the name of a hook but without a mark, because pluggy would ignore it."""
     for name, value in getattr(module, "__dict__", {}).items():
         if name.startswith(PREFIX) and callable(value) and not hasattr(value, f"{hookspecs.PROJECT}_impl"):
             raise PluginError(f"{name} is not marked with @hookimpl")
 
 
 def _hook_name(plugin: Plugin) -> str:
-    """Return the name under which pluggy knows a plugin."""
     return f"{plugin.distribution}:{plugin.name}"
 
 

@@ -1,7 +1,7 @@
-"""Old addresses from which plugins of contract 1.0 import names. They still work, with a warning.
+"""Old addresses from which plugins of contract 1.0 import names. The old imports still work, with a warning.
 
 A module that had such a name ends with a `__getattr__` that calls `resolve_old_address`. `enginehouse plugins doctor`
-reads `MOVED`. A name that leaves an address of docs/contract/ uses `enginehouse.plugin.deprecation` instead.
+reads `MOVED`. If a name leaves an address of docs/contract/, use `enginehouse.plugin.deprecation` instead.
 """
 
 import warnings
@@ -24,11 +24,8 @@ MOVED = {
 
 
 def resolve_old_address(module: str, name: str) -> Any:
-    """Return a name that a module no longer has, with a warning that states its new address.
-
-    Raises:
-        AttributeError: if the module never had the name.
-    """
+    """Return a name that a module no longer has, with a warning that states its new address. Raises `AttributeError` if
+    the module never had the name."""
     address = f"{module}.{name}"
     if address not in MOVED:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

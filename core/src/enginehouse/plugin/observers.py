@@ -1,4 +1,4 @@
-"""Calls of observers, one after another. A failing observer stops neither the others nor the run."""
+"""Calls observers one after another. A failing observer stops neither other observers nor the run."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ class Observers:
     """The observers of one plugin manager.
 
     Args:
-        manager: pluggy's manager with all plugins registered.
         strict: re-raise the error of an observer as `PluginError`.
     """
 
     def __init__(self, manager: pluggy.PluginManager, strict: bool = False):
         self._strict = strict
-        # pluggy calls the last of its list first
+        # pluggy calls the last item of its list first
         self._waiting: dict[str, list[pluggy.HookImpl]] = {
             event: list(reversed(getattr(manager.hook, PREFIX + event).get_hookimpls())) for event in EVENTS
         }
 
     def any(self, event: str) -> bool:
-        """Return True if anyone observes `event`. Ask before you compute costly arguments."""
         return bool(self._waiting[event])
 
     def observe(self, event: str, facts: dict[str, Any]) -> None:
@@ -53,7 +51,7 @@ class Observers:
 
         Raises:
             KeyError: if there is no such event.
-            PluginError: if an observer failed and this is strict.
+            PluginError: if an observer failed and `strict` is True.
         """
         for implementation in tuple(self._waiting[event]):
             try:

@@ -1,4 +1,4 @@
-"""Config keys and options of backends as table rows, read from their pydantic models."""
+"""Config keys and options of engines as table rows, read from their pydantic models."""
 
 from __future__ import annotations
 
@@ -57,11 +57,8 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
 
 
 def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
-    """Return the config class of named (`dict[str, Section]`) or listed (`list[Section]`) sections; None for anything
-    else.
-
-    The second value stands for one section in a key: `"NAME"` or `"N"`.
-    """
+    """Return the config class of named (`dict[str, Section]`) or listed (`list[Section]`) sections; None for other
+    types. The second value stands for one section in a key: `"NAME"` or `"N"`."""
     place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
     inner = section_type(get_args(annotation)[-1]) if place else None
     return None if inner is None or place is None else (inner, place)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The facts on the cluster that `enginehouse_pick_transport` gets.
+    """Facts about the cluster, which `enginehouse_pick_transport` gets.
 
     Attributes:
         colocated: True if actor and rollout share their processes.

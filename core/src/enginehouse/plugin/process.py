@@ -37,11 +37,11 @@ def reload_plugins() -> PluginManager:
 def configure_plugins(
     enabled: Sequence[str] | None = None, blocked: Sequence[str] = (), strict: bool = False
 ) -> PluginManager:
-    """Make the config's switches, merged with the environment's, those of this process. Return its plugins.
+    """Merge the config's switches with the environment's, and return the plugins that this process loads by them.
 
-    Enabled plugins of the environment replace `enabled`; blocked ones add up. Called on the controller before any use
-    of a plugin. Logs a warning for each plugin that could not be loaded, and for each deprecated part that one uses.
-    Worker processes load the same plugins through `PluginManager.environment`.
+    Enabled plugins of the environment replace `enabled`; its blocked plugins are added. Called on the controller before
+    any use of a plugin. Logs a warning for each plugin that could not be loaded, and for each deprecated part of the
+    contract that a plugin uses. Worker processes load the same plugins through `PluginManager.environment`.
 
     Args:
         enabled: the only plugins to load, by plugin or distribution name; None loads all.

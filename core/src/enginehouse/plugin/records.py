@@ -1,7 +1,7 @@
-"""Records: plain data by which a plugin declares what it offers. They name code by `"module:attribute"` strings.
+"""Records: plain data by which a plugin declares its engines and functions, as `"module:attribute"` strings.
 
-A record imports nothing. Its strings are resolved only in the process that runs the code. A kind without fields of
-its own is not a dataclass, because each dataclass adds a millisecond to every start of the command line.
+A record imports nothing. Its strings are resolved only in the process that runs the code. A kind without its own fields
+is not a dataclass, because each dataclass adds a millisecond to every start of the command line.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Layout:
     Attributes:
         name: a short name for reports, such as `"shard4"` or `"tp2"`.
         processes: number of ranks.
-        options: options of the backend that produce the layout, in addition to those that every check sets.
+        options: options of the engine that produce the layout, in addition to those that every check sets.
         without: declared capabilities that this layout lacks. `certify` lists them as not declared.
-        only: the only capabilities to check, for a layout that serves nothing else: one that splits experts runs no
-            model without experts. Empty: check the protocol and all declared capabilities.
+        only: the only capabilities to check, for a layout with one purpose, such as splitting experts. Empty: check the
+            protocol and all declared capabilities.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementSet:
-    """The contents of a runtime, a separate Python environment for a backend. Give either `requirements` or `lock`.
+    """The contents of a runtime, a separate Python environment for an engine. Give either `requirements` or `lock`.
 
     Attributes:
         requirements: requirement strings, which pip resolves.
         lock: `"package:file"`, a file in a package that pins every distribution. It is installed without resolving.
         module: top-level module of the engine. It is imported once to check a new runtime. Empty: none.
-        prepare: `"module:function"` of the plugin, called in the same process before `module` is imported. It serves
-            engines that cannot be imported unprepared. Empty: none.
+        prepare: `"module:function"` of the plugin, called in the same process before the import of `module`, for
+            engines whose import needs a preparation. Empty: none.
     """
 
     requirements: tuple[str, ...] = ()
@@ -92,14 +92,14 @@ class RequirementSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):
-    """The fields that training and rollout backends share.
+    """The fields that the records of training and rollout engines share.
 
     Attributes:
         engine: `"module:Class"` of the engine, imported in the worker.
-        options: `"module:Class"` of the pydantic model of the backend's options.
+        options: `"module:Class"` of the pydantic model of the engine's options.
         capabilities: names from `enginehouse.plugin.capabilities`.
         requires: requirement strings of the distributions that the engine needs. They are checked without an import.
-        runtimes: contents of the backend's runtimes by variant (`"cpu"`, `"cuda"`).
+        runtimes: contents of the engine's runtimes by variant (`"cpu"`, `"cuda"`).
         devices: torch device types that the engine runs on.
         layouts: layouts that `enginehouse certify` checks. All of them must give the same results.
     """
@@ -121,14 +121,14 @@ class Backend(Record):
 
 
 class TrainBackend(Backend):
-    """A training backend. Its engine implements `enginehouse.engines.train.TrainEngine`."""
+    """A training engine's record. The engine implements `enginehouse.engines.train.TrainEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "train"
 
 
 class RolloutBackend(Backend):
-    """A rollout backend. Its engine implements `enginehouse.engines.rollout.RolloutEngine`."""
+    """A rollout engine's record. The engine implements `enginehouse.engines.rollout.RolloutEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "rollout"
@@ -153,7 +153,7 @@ class Transport(Record):
 
 
 COLLECT_RULES = ("list", "concat", "distributed", "first", "merge")
-"""Names of the built-in ways to collect results, explained at `enginehouse.controller.register`."""
+"""Names of the built-in rules that collect results; see `enginehouse.controller.register`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +161,15 @@ class DispatchMode(Record):
     """A way to split the arguments of a call over a worker group and to collect its results.
 
     Attributes:
-        dispatch: `"module:function"`. `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` for each rank,
-            or None for a rank that is not called.
+        dispatch: `"module:function"`. `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` for each rank, or
+            None for a rank that is not called.
         collect: `"list"`, `"concat"`, `"distributed"`, `"first"` or `"merge"`, applied to the results that come back;
-            or `"module:function"`, called as `collect(group, outputs) -> result` with one output for each rank, None
-            if it did not come back. A method that is registered with its own `collect` overrides this one.
+            or `"module:function"`, called as `collect(group, outputs) -> result` with one output for each rank, None if
+            it did not come back. A method's own `collect` in `@register` overrides this field.
         returning: `"module:function"`. `returning(group)` lists the ranks whose results come back; other results stay
             on their workers. Empty: the results of every called rank come back.
-        awaits_futures: True if `dispatch` reads its arguments. The controller then waits for each `Future` among
-            them, and `dispatch` gets the result. If False, a `Future` is passed on and resolved on the worker.
+        awaits_futures: True if `dispatch` reads its arguments. The controller then waits for each `Future` among them,
+            and `dispatch` gets the result. If False, the worker resolves a `Future`.
     """
 
     kind: ClassVar[str] = "dispatch_mode"
@@ -208,8 +208,8 @@ class Advantage(Function):
     """An advantage estimator: `function(batch, **arguments) -> Batch` adds an `advantages` column.
 
     Attributes:
-        compares_samples: True if it compares the samples of a prompt and therefore needs at least two.
-        needs: names of the columns that it reads. No others are brought to the controller. None: all but texts.
+        compares_samples: True if it compares the samples of a prompt, so that it needs at least two.
+        needs: names of the columns that it reads. Only these are sent to the controller. None: all columns but texts.
     """
 
     kind: ClassVar[str] = "advantage"
@@ -223,8 +223,8 @@ class Loss(Function):
 
     Attributes:
         needs_actor_logprobs: names of arguments that, if set, require `old_logprobs` computed by the actor.
-        always_needs_actor_logprobs: True if the loss always requires them, because it clips its ratio closer to 1
-            than two engines agree.
+        always_needs_actor_logprobs: True if the loss always requires them, because it clips its ratio to a range
+            smaller than the difference between two engines.
         ratio_bounds: names of arguments that bound the distance of the ratio from 1. A bound below 0.05 requires the
             actor's logprobs in bfloat16.
         taken_from: for each argument the config key, such as `rollout.sampling.max_tokens`, whose value it gets if
@@ -249,12 +249,12 @@ class Stage(Function):
 
     Attributes:
         function: `"module:function"`. Empty: the stage only adds the column of its model.
-        needs: names of the columns that it reads, besides its model's. No others are brought to the controller.
+        needs: names of the columns that it reads, besides its model's. Only these are sent to the controller.
         adds: names of the columns that it adds or changes, besides its model's. A stage that changes `reward` runs
             before the KL term.
-        model: the output of the stage's own model, whose path the config gives as `stages.NAME.path`. `"logprobs"`
-            adds one value per token as column `NAME_logprobs`. `"score"` adds one value per episode, from a value
-            head, as column `NAME_score`, which is 0 except in the last row of the episode. Empty: no model.
+        model: the output of the stage's own model, whose path the config gives as `stages.NAME.path`. `"logprobs"` adds
+            one value per token as column `NAME_logprobs`. `"score"` adds one value per episode, from a value head, as
+            column `NAME_score`, which is 0 except in the last row of the episode. Empty: no model.
     """
 
     kind: ClassVar[str] = "stage"
@@ -341,7 +341,7 @@ KINDS: tuple[type[Record], ...] = (
 
 
 class ResolveError(EnginehouseError):
-    """A `"module:attribute"` string names nothing that can be imported."""
+    """The object of a `"module:attribute"` string cannot be imported."""
 
 
 def resolve(reference: str) -> Any:
@@ -372,11 +372,11 @@ def resolve(reference: str) -> Any:
 
 
 def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of a function's keyword arguments. None: it accepts any, or they are unknown."""
+    """Return the names of a function's keyword arguments. None: it accepts any keyword, or they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None  # written in C: only a call can tell
+        return None  # a function in C may have no signature
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))

@@ -1,6 +1,6 @@
-"""Checks of a record's references without an import, because an engine may be slow or need another environment.
+"""Checks of a record's references without an import, because an engine may be slow or need another runtime.
 
-Source is read and never run. A name counts as present if reading cannot decide.
+The checks read source and never run it. A name counts as present if reading cannot decide.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def parse(source: str) -> ast.Module:
-    """Return the syntax tree of Python source. Work around a failure of CPython 3.11 that has nothing to do with the
-    source.
+    """Return the syntax tree of Python source, despite a bug of CPython 3.11.
 
     All trees share a depth counter, which a garbage collection during parsing upsets if a finalizer also parses:
     https://github.com/python/cpython/issues/106905. A second attempt succeeds.
@@ -38,7 +37,7 @@ def parse(source: str) -> ast.Module:
 def find_definition(reference: str) -> Definition | None:
     """Return the definition that a `"module:attribute"` string names; None if reading cannot decide.
 
-    Only the packages above the module are imported.
+    The search imports only the packages above the module.
 
     Raises:
         ResolveError: if there is no such module, or it has no such attribute.
@@ -61,7 +60,6 @@ def find_definition(reference: str) -> Definition | None:
 
 
 def methods_of(protocol: type) -> list[str]:
-    """Return the names of a protocol's methods."""
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
 
 
@@ -85,7 +83,7 @@ def find_missing_methods(engine: Any, protocol: type) -> list[str]:
 
 
 def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
-    """Return the methods of a class that cannot be called as a protocol says, and why. Missing methods are left out."""
+    """Return the methods of a class that cannot be called as a protocol says, with reasons, but no missing methods."""
     mismatches = []
     for name in methods_of(protocol):
         promised, method = getattr(protocol, name), getattr(engine, name, None)
@@ -99,7 +97,7 @@ def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
 def _find_mismatch(promised: Callable[..., Any], method: Callable[..., Any], static: object) -> str:
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # written in C: only a call can tell
+    except (TypeError, ValueError):  # a function in C may have no signature
         return ""
     arguments = list(inspect.signature(promised).parameters.values())
     if isinstance(static, staticmethod | classmethod):

@@ -1,4 +1,4 @@
-"""Checks of requirements against the metadata of installed distributions. Nothing is imported.
+"""Checks of requirements against the metadata of installed distributions. The checks import nothing.
 
 A requirement may give alternatives, `"engine>=2 | engine-cpu>=2"`, because some engines are one module in several
 distributions.
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A requirement that is not met.
+    """A requirement that is not fulfilled.
 
     Attributes:
-        requirement: the requirement string.
         installed: installed version of the first alternative that is installed; None if none is.
     """
 
@@ -55,11 +54,8 @@ def find_missing(requirements: Iterable[str], path: Sequence[str] | None = None)
 
 
 def parse_requirement(text: str) -> list[Requirement]:
-    """Return the alternatives of a requirement string.
-
-    Raises:
-        packaging.requirements.InvalidRequirement: if an alternative is not a requirement.
-    """
+    """Return the alternatives of a requirement string. Raises `packaging.requirements.InvalidRequirement` if an
+    alternative is not a requirement."""
     # packaging costs 10 ms to import; most backends require nothing
     from packaging.requirements import Requirement
 

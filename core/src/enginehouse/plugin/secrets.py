@@ -1,4 +1,4 @@
-"""Secrets in a config. It names an environment variable, `${NAME}`, and never contains the secret itself.
+"""Secrets in a config. A config names an environment variable, `${NAME}`, instead of containing the secret itself.
 
 The content of a config is written to `config.yaml`, `run.json` and each checkpoint, and sent to trackers.
 """
@@ -24,7 +24,7 @@ _SECRET = re.compile(
 """The end of a secret's name. `answer_key` and `eos_token` do not match."""
 _KEY_OR_TOKEN = re.compile(r"_(key|token)s?$")
 _SIGNATURE = re.compile(r"^sig$|(^|_)signature$")
-"""Names of signatures in a URL's query. They grant access, if their value looks random."""
+"""Names of signatures in a URL's query. A signature grants access if its value looks random."""
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~-]{20,}")
 """Text that looks random. It is a secret as the value of any key or token."""
 _TELLING = re.compile(
@@ -33,15 +33,12 @@ _TELLING = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Values that are secrets under any name: a header, a key of a known form, or a URL with a password. In a URL's query
-each value has its own name, of which `key` is a secret's too."""
+each value has its own name, and a value named `key` also counts as a secret."""
 
 
 def insert_variables(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with environment variables in place of `${NAME}`, at any depth. `$${NAME}` becomes `${NAME}`.
-
-    Raises:
-        KeyError: if there is no such variable.
-    """
+    Raises `KeyError` if there is no such variable."""
     return _mapped(arguments, lambda match: match[0][1:] if match[1] else os.environ[match[2]])
 
 
@@ -56,8 +53,7 @@ def check_secrets(findings: Findings, key: str, arguments: Mapping[str, Any], *,
     Args:
         findings: receives the problems.
         key: config key of the arguments.
-        arguments: values by name.
-        read: True if the arguments go through `insert_variables`.
+        read: True if `insert_variables` is applied to the arguments.
     """
     for place, name, text, secret in _texts(arguments, key):
         references = [match[2] for match in _REFERENCE.finditer(text) if not match[1]] if read else []
@@ -94,7 +90,7 @@ def _names_secret(name: str) -> bool:
 
 
 def _is_secret(name: str, text: str) -> bool:
-    """Return True if a text is a secret although its name does not say so."""
+    """Return True if a text is a secret even though `_names_secret` does not match its name."""
     random_key = _KEY_OR_TOKEN.search(_words(name)) and _RANDOM.fullmatch(text)
     if random_key or _TELLING.fullmatch(text):
         return True
@@ -116,7 +112,7 @@ def _words(name: str) -> str:
 def _mapped(value: Any, change: Callable[[re.Match[str]], str]) -> Any:
     """Return a value with its references changed, at any depth."""
     if isinstance(value, str):
-        return _REFERENCE.sub(change, value) if _REFERENCE.search(value) else value  # it may be a member of an `Enum`
+        return _REFERENCE.sub(change, value) if _REFERENCE.search(value) else value  # else maybe of an `Enum`
     if isinstance(value, Mapping):
         return {name: _mapped(item, change) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """Old addresses of the trainer, which has its own distribution now. Imports from here work, with a warning.
 
-Names of the contract have their own modules here. `_Earlier` finds all others, for example for rewards that `init`
-wrote.
+The names of the contract have their own modules here. `_Earlier` finds all other names, for example for rewards that an
+earlier `init` wrote.
 """
 
 import importlib
@@ -36,4 +36,4 @@ class _Earlier(MetaPathFinder, Loader):
 
 
 if not any(isinstance(finder, _Earlier) for finder in sys.meta_path):
-    sys.meta_path.insert(0, _Earlier())  # before what would load a file once more, by its earlier name
+    sys.meta_path.insert(0, _Earlier())  # first, so that no other finder loads a file again under its old name

@@ -1,1 +1,1 @@
-"""Roles of a loop: their plans, workers, placement, and turns on shared devices."""
+"""Roles of a training loop: their plans, workers, placement, and turns on shared devices."""

@@ -1,13 +1,13 @@
-"""Lets actor and rollout take turns on the same devices (`rollout.placement: shared`); does nothing in other
+"""Lets actor and rollout take turns on the same devices (`rollout.placement: shared`). It does nothing in other
 placements.
 
 State on the devices in each turn:
 
-* *drawing*: the rollout is awake, and the training roles' state is in host memory;
-* *training*: the training roles' state is there, and the rollout sleeps, without weights and caches.
+* *drawing*: the rollout is awake, and the state of the training roles is in host memory;
+* *training*: the state of the training roles is on the devices, and the rollout sleeps, without weights and caches.
 
-A step begins with drawing and goes over to training by `train`. It comes back by the weight update, in which both sides
-hold their weights and nothing else: `wake_weights` and `hand_over` are parts of it.
+A step begins with drawing and changes to training by `train`. The weight update changes back. During the update, both
+sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the update.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """
@@ -40,25 +40,25 @@ WEIGHTS, CACHE = ("weights",), ("kv_cache",)
 
 
 class DeviceTurns:
-    """Turns of training roles and rollout on devices. The loop's thread calls all but `catch_up`.
+    """Turns of training roles and rollout on devices. The loop's thread calls all methods but `catch_up`.
 
     Args:
-        training: the training roles' workers on the devices, by role; none if nothing is shared.
-        rollout: the rollout on the devices; None if nothing is shared.
+        training: workers of the training roles on the devices, by role; empty if no device is shared.
+        rollout: the rollout on the devices; None if no device is shared.
     """
 
     _sync: WeightSync
 
     def __init__(self, training: Mapping[str, WorkerGroup], rollout: RolloutFleet | None):
         self._training, self._rollout = training, rollout
-        self._drawing = False  # the training roles, which are started first, have the first turn
+        self._drawing = False  # the training roles start first, and have the first turn
         self._metrics: dict[str, float] = {}
 
     @classmethod
     def from_roles(
         cls, roles: Mapping[str, RolePlan], groups: Mapping[str, WorkerGroup], fleets: Mapping[str, RolloutFleet]
     ) -> DeviceTurns:
-        """Return the turns of a plan's roles, given their groups and fleets."""
+        """Return the turns of a plan's roles, from their groups and fleets."""
         for name, role in roles.items():
             if (host := role.devices_of) is not None:
                 training = {each: group for each, group in groups.items() if host in (each, roles[each].shares)}
@@ -66,7 +66,7 @@ class DeviceTurns:
         return cls({}, None)
 
     def start(self) -> None:
-        """Start the rollout's engines on free devices, and give the training roles their turn."""
+        """Start the rollout's engines on free devices, then begin the training roles' turn."""
         if self.is_shared:
             self._offload()
             self._fleet.launch()
@@ -74,7 +74,7 @@ class DeviceTurns:
             self.train()
 
     def take_part(self, sync: WeightSync) -> None:
-        """Hand over within updates, and when weights are brought to a returned replica."""
+        """Change turns within weight updates, and when returned replicas get weights."""
         self._sync = sync
         if self.is_shared:
             sync.make_room, sync.hand_over = self.wake_weights, self.hand_over
@@ -82,7 +82,7 @@ class DeviceTurns:
 
     @property
     def is_shared(self) -> bool:
-        """True if devices are shared, so that state may have to wait for the rollout."""
+        """True if devices are shared."""
         return self._rollout is not None
 
     @property
@@ -90,10 +90,8 @@ class DeviceTurns:
         assert self._rollout is not None
         return self._rollout
 
-    # The turns of a step
-
     def train(self) -> None:
-        """Give the training roles their turn: let the rollout sleep, and bring their state back."""
+        """Begin the training roles' turn: let the rollout sleep, and load the training roles' state."""
         if self.is_shared and self._drawing:
             self._fleet.allow_launches(False)
             self._sleep(ALL)
@@ -101,11 +99,8 @@ class DeviceTurns:
             self._onload()
 
     def wake_weights(self) -> None:
-        """Leave nothing but both sides' weights on the devices, for a weight update.
-
-        Raises:
-            ReplicasLost: no replica lives, or comes back.
-        """
+        """Keep only the weights of both sides on the devices, for a weight update. Raises `ReplicasLost` if no replica
+        lives, and none is being restarted."""
         if not self.is_shared:
             return
         self.train()
@@ -113,10 +108,10 @@ class DeviceTurns:
         self._wake_up(WEIGHTS)
         if not self._fleet.has_living:
             self._start_engine()
-        self._fleet.allow_launches(False, alone=True)  # beside weights alone, if all replicas die in the update
+        self._fleet.allow_launches(False, alone=True)  # one may start beside weights if none lives
 
     def _start_engine(self) -> None:
-        """Let a replica start its engine on free devices, as none lives in the training roles' turn."""
+        """Let a replica start its engine on free devices, because no replica lives in the training roles' turn."""
         self._offload(PARAMS)
         self._fleet.allow_launches(True)
         self._fleet.members()
@@ -126,18 +121,16 @@ class DeviceTurns:
         self._wake_up(WEIGHTS)
 
     def hand_over(self) -> None:
-        """Give the rollout its turn, within a weight update that does not need the trainer any more."""
+        """Begin the rollout's turn, at the point of a weight update from which it does not need the trainer."""
         if self.is_shared:
             self._offload()
             self._wake_up(CACHE)
             self._drawing = True
             self._fleet.allow_launches(True)
 
-    # Between turns
-
     @contextmanager
     def on_devices(self, tags: tuple[str, ...] = ALL) -> Iterator[None]:
-        """Within, hold state of the training roles on the devices, whoever's turn it is.
+        """Hold state of the training roles on the devices within the context, in any turn.
 
         The rollout keeps its weights and frees its caches. Requests in progress end first, and new requests wait.
 
@@ -154,7 +147,7 @@ class DeviceTurns:
         self.hand_over()
 
     def end(self, until: float | None = None) -> None:
-        """Bring the training roles' state back, to save it after an error in any turn. May be called again.
+        """Load the training roles' state, to save it after an error in any turn. May be called again.
 
         Args:
             until: end of all waits, by `time.monotonic()`; None: each call has its own limit.
@@ -170,35 +163,28 @@ class DeviceTurns:
         for bring_back in (free_devices, lambda: self._onload(timeout=seconds_left(until))):
             try:
                 bring_back()
-            except ControllerError as error:  # this may be what ended the run
+            except ControllerError as error:  # this error may have ended the run
                 log.info("at the end of the run: %s", first_line(error))
 
     def catch_up(self, returned: Members) -> None:
-        """Bring the served weights to returned replicas, as `WeightSync.catch_up` does, in another thread.
-
-        Raises:
-            WeightSyncError: it failed; or other replicas generate, with caches where the actor's weights would lie.
-        """
+        """Send the served weights to returned replicas, as `WeightSync.catch_up` does. Runs in another thread. Raises
+        `WeightSyncError` if the update failed, or other replicas generate and their caches take the memory of the
+        actor's weights."""
         with self._sync.trainer_in_use():
             if self._fleet.has_serving:
                 raise WeightSyncError("others draw meanwhile, on the devices that the actor's weights would need")
             try:
                 with self.on_devices(PARAMS):
                     self._sync.catch_up(returned)
-            except Exception:  # the run goes on, and it is still the rollout's turn
+            except Exception:  # the run continues in the rollout's turn
                 self.hand_over()
                 raise
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call.
-
-        `time/turns`: seconds of going from one turn to the other. `turns/ROLE/freed_mib`: the most that the role's
-        processes freed at once, together, if they can tell.
-        """
+        """Return the metrics since the last call. `time/turns` is the time of all changes of turn in seconds.
+        `turns/ROLE/freed_mib` is the maximum that the role's processes freed at once, in total, if known."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    # Calls
 
     def _offload(self, tags: tuple[str, ...] = ALL) -> None:
         with self._timed():

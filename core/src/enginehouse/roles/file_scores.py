@@ -1,4 +1,4 @@
-"""Scores a row by transformers on a CPU, from a model's files: an engine with the same weights has to agree."""
+"""Scores a row with transformers on a CPU, from a model's files. An engine with the same weights must agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 MOST_BYTES = 4 << 30
-"""Largest model, in float32, that is loaded a second time."""
+"""Largest model, in float32 bytes, that is loaded a second time."""
 TEXT = "1 + 1 = 2"
 
 
@@ -23,8 +23,7 @@ class FileScores(NamedTuple):
     """Scores of a row by transformers.
 
     Attributes:
-        scores: logprob of each token after the first, or the one score of a classifier; None if there are none.
-        why_not: why there are none.
+        scores: logprob of each token after the first, or the single score of a classifier; None if there is no score.
     """
 
     ids: list[int]
@@ -33,11 +32,11 @@ class FileScores(NamedTuple):
 
 
 def score_files(directory: str, spec: ModelSpec) -> FileScores:
-    """Score a row by transformers, unless the model is large or cannot be loaded here.
+    """Score a row with transformers, unless the model is too large or cannot be loaded here.
 
     Args:
-        directory: directory of a model, or of an adapter as `peft` reads it.
-        spec: the model that was trained.
+        directory: directory of a model, or of an adapter in the form of `peft`.
+        spec: the trained model.
     """
     is_adapter = (Path(directory) / "adapter_config.json").is_file()
     needed = _count_float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
@@ -46,7 +45,7 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
     try:
         ids = _tokenize(spec.path if is_adapter else directory, spec)
         return FileScores(ids, _compute_scores(directory, ids, spec))
-    except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
+    except Exception as error:  # peft or a class of transformers may be missing, which is no fault of the files
         why_not = f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
         return FileScores([], None, why_not)
 

@@ -1,4 +1,4 @@
-"""Measures how much memory of its device a worker frees."""
+"""Measures the device memory that a worker frees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def held_bytes(device: str) -> int | None:
     """Return the bytes of a device's memory that this process holds; None if unknown.
 
     Args:
-        device: `"cpu"`: resident memory, child processes included. `"cuda"`: what torch has reserved in this process;
-            engines in other processes cannot be asked.
+        device: `"cpu"`: resident memory, with child processes. `"cuda"`: memory that torch reserved in this process;
+            memory of engines in other processes is unknown.
     """
     if device == "cpu":
         process = psutil.Process()
@@ -24,11 +24,11 @@ def held_bytes(device: str) -> int | None:
 def _resident_bytes(process: psutil.Process) -> int:
     try:
         return process.memory_info().rss
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return 0
 
 
 def freed_bytes(device: str, before: int | None) -> int | None:
-    """Return how many bytes less than `before` this process holds; None if unknown."""
+    """Return how many bytes fewer than `before` this process holds; None if unknown."""
     after = held_bytes(device)
     return None if before is None or after is None else max(before - after, 0)

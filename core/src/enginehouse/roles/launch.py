@@ -1,4 +1,4 @@
-"""Options of starting the processes of roles, for any loop."""
+"""Options for starting the processes of roles, for any training loop."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
-"""A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
+"""Least time limit of a start, because a worker on a busy machine imports its engine for minutes."""
 
 
 def start_seconds(call_seconds: float) -> float:
-    """Return the time limit of a worker's start, by that of a call."""
+    """Return the time limit of a worker's start, from the time limit of a call."""
     return max(call_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Options of starting the processes of all roles.
+    """Options for starting the processes of all roles.
 
     Attributes:
-        launcher: `"ray"`, or `"inline"`: all in this process.
-        address: address of the Ray cluster to join; None: one is started on this machine.
+        launcher: `"ray"`, or `"inline"` for all roles in this process.
+        address: address of the Ray cluster to join; None starts a cluster on this machine.
         device: torch device type of every engine.
-        device_is_asked: True if the user named the device; False if it was chosen by this machine's hardware.
-        seed: base seed, from which each process gets its own.
-        call_seconds: time limit of a worker's call.
+        device_is_asked: True if the user named the device; False if this machine's hardware decided.
+        seed: base seed, from which each process derives its own.
         threads: threads of numeric libraries in each process; None: a number that suits the device.
-        tokens_stay: see `RolloutFleet`.
-        effect_tolerance: see `WeightSync`, in nats.
     """
 
     launcher: Literal["ray", "inline"] = "ray"

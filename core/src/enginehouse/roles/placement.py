@@ -1,4 +1,4 @@
-"""Puts roles on processes, for any loop: starts groups and fleets, and connects the actor's weights to the rollout."""
+"""Places roles on processes, for any training loop: starts groups and fleets, and connects actor and rollout."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ if TYPE_CHECKING:
     from enginehouse.roles.role_plan import RolePlan
 
 MOST_THREADS = 8
-"""Threads of a process with a GPU: its work on the host, as AdamW of offloaded state, gains little by more."""
+"""Maximum number of threads of a process with a GPU. Its host work (AdamW of offloaded state) gains little from
+more."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a run, started.
+    """The started roles of a run.
 
     Attributes:
-        plans: plan of each role, by name.
-        groups: worker groups of the training roles.
-        fleets: fleets of the roles that generate.
-        turns: turns of roles that share devices.
-        weights: brings the actor's weights to the rollout; None if nothing generates, or nothing is trained.
+        weights: sends the actor's weights to the rollout; None if no role generates, or no role is trained.
     """
 
     plans: Mapping[str, RolePlan]
@@ -49,12 +46,11 @@ class Roles:
 
     @property
     def actor(self) -> WorkerGroup:
-        """Worker group of the trained policy."""
         return self.groups["actor"]
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """Worker groups that the loop updates, whose state is saved, by role."""
+        """Worker groups that the loop updates and whose state it saves, by role."""
         return {name: self.groups[name] for name, plan in self.plans.items() if plan.trained}
 
     @property
@@ -64,7 +60,7 @@ class Roles:
 
     @property
     def sync(self) -> WeightSync:
-        """Weight sync of a run that trains what generates."""
+        """Weight sync of a run that has an actor and a rollout."""
         assert self.weights is not None
         return self.weights
 
@@ -74,14 +70,14 @@ class Roles:
         return {name: roles[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: Batch | DistributedBatch, outputs: Outputs) -> DistributedBatch:
-        """Compute columns `reference_...` of `batch`, by the role `reference`, or the actor without its adapters."""
+        """Compute columns `reference_...` of `batch` with the role `reference`, or with the actor without adapters."""
         balanced = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
             return reference.forward(balanced, outputs, "reference_")
         return self.actor.forward_base(balanced, outputs, "reference_")
 
     def prepare_evaluation(self) -> RolloutFleet:
-        """Return the fleet that answers validation prompts, with the weights that the rollout serves."""
+        """Return the fleet for validation prompts, with the weights that the rollout serves."""
         if (plan := self.plans.get("evaluation")) is None:
             return self.rollout
         fleet = self.fleets["evaluation"]
@@ -97,13 +93,12 @@ def place(
     probe: Sequence[Sequence[int]] = (),
     came: Callable[[str], None] = lambda part: None,
 ) -> Iterator[Roles]:
-    """Start the workers of all roles; end them on the way out.
+    """Start the workers of all roles, and end them at exit.
 
     Args:
         roles: plan of each role, by name. Roles that share processes are built in this order.
-        launch: options of starting their processes.
         probe: token sequences for the effect check of weight updates.
-        came: called, with words, when a role's processes are there, and when a rollout engine is loaded.
+        came: called with a description when a role's processes have started, and when a rollout engine is loaded.
     """
     with ExitStack() as stack:
         room = None
@@ -115,7 +110,7 @@ def place(
         groups: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
-        for name, role in own_processes(roles).items():  # hosts first
+        for name, role in own_processes(roles).items():  # hosts before the roles that share their processes
             if role.kind == "rollout":
                 fleets[name] = _start_fleet(launch, name, role, pools, room)
                 stack.callback(fleets[name].shutdown)
@@ -143,7 +138,7 @@ def place(
 
 
 def _residents(roles: Mapping[str, RolePlan], host: str) -> dict[str, RolePlan]:
-    """Return the roles in a host's processes, itself included."""
+    """Return the roles in a host's processes, including the host."""
     return {name: role for name, role in roles.items() if host in (name, role.shares)}
 
 
@@ -153,7 +148,7 @@ def _describe_processes(roles: Mapping[str, RolePlan], host: str) -> str:
 
 
 def _check_device(launch: Launch, joined: bool) -> None:
-    """Refuse a run on CPUs that nobody asked for, on a cluster with GPUs: it was planned on a machine without."""
+    """Reject a run that was planned for CPUs only because this machine has no GPU, if the cluster has GPUs."""
     unasked = joined and not launch.device_is_asked and launch.device == "cpu"
     if unasked and (gpus := count_gpus()):
         raise PlacementError(
@@ -170,7 +165,7 @@ def _connect(
     probe: Sequence[Sequence[int]],
     stack: ExitStack,
 ) -> WeightSync:
-    """Connect the actor's weights to the rollout; the stack closes the connection."""
+    """Connect the actor's weights to the rollout. The stack closes the connection."""
     tolerance = {} if launch.effect_tolerance is None else {"effect_tolerance": launch.effect_tolerance}
     sync = WeightSync(
         actor,
@@ -190,7 +185,7 @@ def _connect(
 
 
 def _make_pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: Room | None) -> ResourcePool:
-    """Take places for a role with separate processes, on as few nodes as possible."""
+    """Reserve places for a role with separate processes, on as few nodes as possible."""
     role, guests = roles[host], [guest for guest in roles.values() if guest.devices_of == host]
     gpus = role.gpus if launch.device == "cuda" else 0
     together = max([1, *(guest.gpus for guest in guests)]) if gpus else 1
@@ -228,7 +223,7 @@ def _colocate(
 def _start_fleet(
     launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
 ) -> RolloutFleet:
-    """Start replicas in separate processes, on their own places or as guests on another role's."""
+    """Start replicas in separate processes, in their own places or as guests in another role's places."""
     gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:
@@ -245,21 +240,20 @@ def _start_fleet(
         timeout=launch.call_seconds,
         start_timeout=launch.start_seconds,
         seed=launch.seed,
-        device="cuda" if gpus else "cpu",  # servers that run elsewhere need none here
+        device="cuda" if gpus else "cpu",  # running servers elsewhere need no GPU here
         threads=_choose_threads(launch),
         samples_in_flight=samples_in_flight(role.options.get("max_running")),
     )
 
 
 def _choose_threads(launch: Launch) -> int:
-    """Return the threads of numeric libraries in each process."""
     if launch.threads is not None or launch.device == "cpu" or launch.launcher == "inline":
         return launch.threads or 1
     return min(cores_per_gpu(), MOST_THREADS)
 
 
 def _make_spec(role: RolePlan) -> WorkerSpec:
-    """Return the spec of a role's worker, under the interpreter of its runtime."""
+    """Return the spec of a role's worker, with the interpreter of its runtime."""
     if role.kind == "train":
         spec = WorkerSpec(TrainWorker, role.backend, role.model, role.options)
     else:

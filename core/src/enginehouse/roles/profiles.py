@@ -1,6 +1,6 @@
-"""Profiles a process by torch.profiler: writes a Chrome trace and returns its longest spans.
+"""Profiles a process with torch.profiler, writes a Chrome trace, and returns the longest spans.
 
-Torch has one profiler a process, so roles that share a process share its trace.
+Torch has one profiler per process, so roles that share a process share its trace.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ProcessContext
 
 DRAWN = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_runtime")
-"""Categories of torch's events that are drawn on a timeline; the trace has all."""
+"""Categories of torch's events that a timeline shows. The trace has all categories."""
 
 CHUNK = 1 << 18
-"""Characters of a trace to read at a time."""
+"""Number of characters of a trace to read at a time."""
 EVENTS = re.compile(r'(?:"baseTimeNanoseconds":\s*(?P<base>\d+).*)?"traceEvents":\s*\[', re.DOTALL)
 BETWEEN = re.compile(r"[\s,]*")
 
@@ -34,11 +34,9 @@ class Profile:
     """Profile of a process.
 
     Attributes:
-        name: the process's roles and rank.
-        problem: why there is no trace; empty if there is one.
-        path: path of the trace.
-        spans: the longest spans: row, name, begin and length, in nanoseconds of the node's clock.
-        left_out: number of the other spans.
+        name: roles and rank of the process.
+        problem: the reason why there is no trace; empty if there is one.
+        spans: the longest spans: row, name, start and length, in nanoseconds of the node's clock.
     """
 
     name: str
@@ -49,11 +47,11 @@ class Profile:
 
 
 _under_way: list[Any] = []
-"""This process's profiler while it runs, or why it does not."""
+"""This process's running profiler, or the reason why it does not run."""
 
 
 def begin_profile(context: ProcessContext) -> None:
-    """Begin to profile all threads of this process, unless another role has."""
+    """Profile all threads of this process, unless another role has started the profiler."""
     if _under_way:
         return
     import torch
@@ -63,13 +61,13 @@ def begin_profile(context: ProcessContext) -> None:
     if context.device.startswith("cuda"):
         activities.append(torch_profiler.ProfilerActivity.CUDA)
     try:
-        if torch.autograd._profiler_enabled():  # torch would silently take it from them
+        if torch.autograd._profiler_enabled():  # torch would silently stop the other profiler
             raise RuntimeError("somebody else's profiler runs in its process")
-        # A rollout engine has its own thread, and autograd too. `_ExperimentalConfig` is torch's name for it.
+        # Rollout engines and autograd have their own threads. `_ExperimentalConfig` is torch's name.
         threads = torch_profiler._ExperimentalConfig(profile_all_threads=True)
         profiler = torch_profiler.profile(activities=activities, experimental_config=threads)
         profiler.start()
-    except Exception as error:  # or torch's options have changed: the run need not end
+    except Exception as error:  # torch's options may have changed, which must not end the run
         _under_way.append(first_line(error))
     else:
         _under_way.append(profiler)
@@ -79,7 +77,7 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
     """End a profile, write its trace into a directory, and return its `most` longest spans.
 
     Returns:
-        None if another role of this process has ended it.
+        None if another role of this process has ended the profile.
     """
     if not _under_way:
         return None
@@ -97,24 +95,24 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
             spans, left_out = _longest_spans(file, most)
-    except Exception as error:  # no room on the disk, say
+    except Exception as error:  # for example a full disk
         return Profile(name, first_line(error))
     return Profile(name, "", str(path), spans, left_out)
 
 
 def stop_profile() -> None:
-    """Stop a profiler that a failed step has left running, and drop its trace."""
+    """Stop a profiler that a failed step left running, and drop its trace."""
     while _under_way:
         if not isinstance(profiler := _under_way.pop(), str):
-            with suppress(Exception):  # the engine is to be released, whatever torch says
+            with suppress(Exception):  # the engine must be released in any case
                 profiler.stop()
 
 
 def _longest_spans(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, int]], int]:
-    """Return the longest spans of a trace, and the number of the remaining ones.
+    """Return the longest spans of a trace, and the number of the remaining spans.
 
-    Torch writes times in microseconds from `baseTimeNanoseconds` on. The trace is read piece by piece: that of a step
-    on a GPU may have gigabytes.
+    Torch writes times in microseconds after `baseTimeNanoseconds`. The trace is read in pieces, because the trace of a
+    step on a GPU may have gigabytes.
     """
     text = ""
     while (header := EVENTS.search(text)) is None:
@@ -136,7 +134,7 @@ def _longest_spans(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, 
 
 
 def _read_objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON array: `text` is its beginning, behind the bracket, and `file` goes on."""
+    """Yield the objects of a JSON array. `text` begins after its opening bracket, and `file` has the rest."""
     decode, place = json.JSONDecoder().raw_decode, 0
     while True:
         place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The plan of a role: which processes to start, and what runs in them."""
+"""The plan of a role: its processes, and the engine in them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """A role: a model, the engine that runs it, and where.
+    """A role: a model, its engine, and its processes.
 
     Attributes:
-        kind: `"train"` for an engine that computes logprobs and gradients, `"rollout"` for one that generates.
-        backend: name of a backend of that kind.
-        options: the backend's options, checked and complete, as plain data.
-        model: the model that it loads.
-        processes: number of processes; each of a rollout is a replica.
-        shares: the role in whose processes it lives; None: it has separate processes.
-        devices_of: the role with which it takes turns on that role's devices, from separate processes (see
+        kind: `"train"` for an engine that computes logprobs and gradients, `"rollout"` for an engine that generates.
+        options: options of the engine, checked and complete, as plain data.
+        processes: number of processes; each process of a rollout is a replica.
+        shares: role whose processes it shares; None: it has separate processes.
+        devices_of: role with which it takes turns on that role's devices, from separate processes (see
             `enginehouse.roles.device_turns`); None: it takes no turns.
-        gpus: GPUs of each separate process, if the run is on GPUs.
-        interpreter: the Python environment of its workers.
+        gpus: GPUs of each separate process, in a run on GPUs.
         env: environment variables of its processes, as the config has them.
-        trained: True if the loop updates it, so that it has state to save.
-        transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
-        effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
+        trained: True if the loop updates the role, so that it has state to save.
+        transport: name of the weight transport from the actor; None: the role keeps its own weights.
+        effect_check_every: weight updates between effect checks against the actor; 0 for none.
     """
 
     kind: Literal["train", "rollout"]
@@ -56,12 +53,10 @@ def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
 
 
 def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) -> str:
-    """Return why a rollout engine cannot live in the actor's processes, whatever their numbers; empty if it can.
+    """Return why a rollout engine cannot run in the actor's processes, for any number of them; empty if it can.
 
     Args:
-        actor: the Python environment of the actor's workers.
-        rollout: the Python environment of the rollout's workers.
-        record: the rollout's backend; None: it is not known.
+        record: record of the rollout's engine; None if unknown.
     """
     if actor.python != rollout.python:
         return "its environment is not the actor's"

@@ -1,8 +1,8 @@
-"""Scores whole sequences by a model with a value head, as a reward model does, on any engine.
+"""Scores whole sequences with a value head, as a reward model does, on any engine.
 
-An engine's `values[t]` is the head's output at the token before `t`. So the output at a row's last token, which is the
-logit of transformers' `...ForSequenceClassification`, is the value at one more token. It does not matter which token
-that is: nothing is computed from it.
+An engine's `values[t]` is the head's output at the token before `t`. So the output at a row's last token is the value
+at one additional token. This output is the logit of transformers' `...ForSequenceClassification`. Any additional token
+will do, because no result depends on it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 
 VALUES = Outputs(logprobs=False, values=True)
-"""Outputs to ask of an engine with a value head; for `append_end(batch)`, one value a row is not 0."""
+"""Outputs to request from an engine with a value head. For `append_end(batch)`, one value per row is not 0."""
 
 
 def append_end(batch: Batch) -> Batch:
-    """Return the rows of a batch with one more token, and the `loss_mask` that marks only that token; no other columns.
+    """Return the rows of a batch with one additional token, and a `loss_mask` that marks only that token.
 
     Args:
-        batch: has `input_ids`, at least one token a row.
+        batch: has `input_ids`, with at least one token per row.
     """
     ids = batch.ragged("input_ids")
     ends = ids.offsets[1:].numpy()
@@ -34,7 +34,7 @@ def append_end(batch: Batch) -> Batch:
 
 
 def row_sums(column: Ragged) -> torch.Tensor:
-    """Return each row's sum, float64 `(rows,)`, of outputs that are 0 where `loss_mask` is false.
+    """Return each row's sum, float64 `(rows,)`, of outputs that are 0 where `loss_mask` is False.
 
     Args:
         column: `values` of `append_end(batch)`, or `logprobs`; no row is empty.

@@ -1,7 +1,7 @@
-"""Workers: `TrainWorker` holds a rank of a training engine, `RolloutWorker` a replica of a rollout engine.
+"""Workers: `TrainWorker` holds one rank of a training engine, `RolloutWorker` one replica of a rollout engine.
 
-A worker adds what is the same for all engines: it builds an engine from a backend's record, cuts mini-batches, turns
-batches into requests and back, and takes part in weight updates. Actor, reference, critic and reward model are
+A worker adds the parts that all engines share. It builds an engine from its record, splits batches into mini-batches,
+converts batches to requests and back, and takes part in weight updates. Actor, reference, critic and reward model are
 `TrainWorker`s.
 """
 
@@ -62,15 +62,14 @@ log = logging.getLogger(__name__)
 Part = TypeVar("Part")
 
 TRAINED = "trained"
-"""Column bool `(rows,)` of a batch to train on: False if the row's tokens do not count."""
+"""Column bool `(rows,)` of a training batch: False if the row's tokens do not count."""
 
 
 class TrainWorker(Worker):
     """One rank of a training engine.
 
     Args:
-        backend: name of a training backend, as in the config.
-        options: the backend's own options, checked here by its own type.
+        options: options of the engine, which its options class checks.
     """
 
     def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
@@ -84,22 +83,22 @@ class TrainWorker(Worker):
 
     @property
     def mesh(self) -> Mesh:
-        """The engine's mesh, by which the controller splits batches over the ranks."""
+        """Mesh of the engine, by which the controller splits batches over the ranks."""
         return self.engine.mesh
 
     @register(dispatch="dp")
     def forward(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
-        """Compute `TrainEngine.forward`, and put `prefix` before the names of its columns."""
+        """Call `TrainEngine.forward`, and put `prefix` before the names of its columns."""
         return _prefix_columns(self.engine.forward(batch, outputs), prefix)
 
     @register(dispatch="dp")
     def forward_base(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
-        """Compute what `forward` does, without adapters; see `TrainsAdapters.forward_base`."""
+        """Compute `forward` without adapters; see `TrainsAdapters.forward_base`."""
         return _prefix_columns(self._require(capabilities.LORA).forward_base(batch, outputs), prefix)
 
     @register(dispatch="dp")
     def score_rows(self, batch: Batch) -> Batch | None:
-        """Score the sequences `input_ids` by a model with a value head: `score` float32 `(rows,)`."""
+        """Score the sequences `input_ids` with a value head, as `score` float32 `(rows,)`."""
         scored = self.engine.forward(append_end(batch), VALUES)
         if scored is None:
             return None
@@ -112,12 +111,12 @@ class TrainWorker(Worker):
     ) -> dict[str, float | Mean | Max]:
         """Train on a batch: `epochs` passes of `minibatches` optimizer steps each.
 
-        All ranks take the same number of steps; a rank without rows of a mini-batch takes part with none.
+        All ranks take the same number of steps. A rank without rows of a mini-batch takes part with an empty batch.
 
         Args:
-            batch: `input_ids`, `loss_mask` and the loss's columns, but for those that `fill_defaults` adds; with more
-                than one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
-            first_loss: loss of the first optimizer step, which still sees the weights as they came; None: `loss`.
+            batch: `input_ids`, `loss_mask` and the loss's columns, except those that `fill_defaults` adds. With several
+                mini-batches also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
+            first_loss: loss of the first optimizer step, before which the weights have not changed; None: `loss`.
 
         Returns:
             The loss's means over all steps; the optimizer's metrics (`grad_norm`, `lr`, `skipped`), averaged over the
@@ -145,16 +144,14 @@ class TrainWorker(Worker):
             "busy/update": Mean(time.perf_counter() - begun, 1.0),
         }
 
-    # Weights
-
     @register(dispatch="rank_zero")
     def weight_metadata(self) -> list[ParamMeta]:
-        """Return the metadata of the engine's weights, under their Hugging Face names."""
+        """Return the metadata of the engine's weights, with their Hugging Face names."""
         return self.engine.weight_source().metadata()
 
     @register
     def connect_weights(self, plan: TransferPlan) -> str:
-        """Open this rank's end of a weight transport in place of an open one; return its address."""
+        """Open this rank's end of a weight transport instead of an open end, and return its address."""
         self.close_weights()
         host = plan.host or self.context.node
         plan = dataclasses.replace(plan, host=host)
@@ -167,7 +164,7 @@ class TrainWorker(Worker):
         """Send the current weights as `version`.
 
         Returns:
-            Checksums of parameters, or parts of them, before they left; none on a rank that does not send.
+            Checksums of parameters, or of their parts, before they left; empty on a rank that does not send.
         """
         if self._session is None:
             raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
@@ -178,27 +175,24 @@ class TrainWorker(Worker):
 
     @register
     async def abort_weights(self, version: int) -> None:
-        """Make `send_weights` of this version fail, now or later."""
+        """Make a current or later `send_weights` of this version fail."""
         if self._session is not None:
             self._session.abort(version)
 
     @register
     def close_weights(self) -> None:
-        """Close this rank's end of the weight transport."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
-    # State
-
     @register
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring offloaded state back; see `OffloadsState.onload`."""
+        """Load offloaded state; see `OffloadsState.onload`."""
         self._require(capabilities.OFFLOAD).onload(tags)
 
     @register
     def offload(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Move state to host memory; see `OffloadsState.offload`. Return the bytes freed, if known."""
+        """Move state to host memory; see `OffloadsState.offload`. Returns the freed bytes, or None if unknown."""
         before = held_bytes(self.context.device)
         self._loan.end()
         self._require(capabilities.OFFLOAD).offload(tags)
@@ -242,27 +236,22 @@ class TrainWorker(Worker):
 
     @register(dispatch="rank_zero")
     def score_files(self, path: str, spec: ModelSpec) -> FileScores:
-        """Score a row by transformers from the files of `export_hf` or `export_adapter`; see `compare_export`."""
+        """Score a row with transformers from the files of `export_hf` or `export_adapter`; see `compare_export`."""
         return score_files(path, spec)
 
     def _require(self, capability: str) -> Any:
-        """Return the engine if its backend declares a capability.
-
-        Raises:
-            EnginehouseError: it does not.
-        """
+        """Return the engine, or raise an `EnginehouseError` if its record does not declare a capability."""
         if capability not in self._record.capabilities:
             raise EnginehouseError(f"{self.context}: engine {self._record.name!r} does not declare {capability!r}")
         return self.engine
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """Describe this process and its engine, for reports."""
         return _describe(self, self._record, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
     @register
     def profile_begin(self) -> None:
-        """Begin a profile by torch.profiler; see `begin_profile`."""
+        """Begin a profile; see `begin_profile`."""
         begin_profile(self.context)
 
     @register
@@ -271,22 +260,20 @@ class TrainWorker(Worker):
         return end_profile(self.context, self.context.rank, directory, most)
 
     def shutdown(self) -> None:
-        """Release the engine and the transport."""
         stop_profile()
         self.close_weights()
         self.engine.shutdown()
 
 
 class RolloutWorker(Worker):
-    """One replica of a rollout engine. `launch` must come before anything else.
+    """One replica of a rollout engine. Call `launch` before anything else.
 
-    Methods of updates and control are urgent: they must run though many `generate` wait.
+    Methods of updates and control are urgent, because they must run even if many `generate` calls wait.
 
     Args:
-        backend: name of a rollout backend, as in the config.
-        model: model to load; its weights count as version 0.
-        options: the backend's own options, checked here by its own type.
-        replica: this replica's number; None: its rank.
+        model: model to load. Its weights are version 0.
+        options: options of the engine, which its options class checks.
+        replica: number of this replica; None: its rank.
         takes_turns: True if other roles take turns with it on its devices.
     """
 
@@ -304,7 +291,7 @@ class RolloutWorker(Worker):
         self._model = model
         self._options = resolve(self._record.options)(**(options or {}))
         self.engine: RolloutEngine = _load_engine_class(self._record, RolloutEngine)()
-        self._name = backend  # the engine's own name and version once it is launched
+        self._name = backend  # the engine's name and version after `launch`
         self._endpoint: str | None = None
         self._calls = 0
         self._weights: WeightReceiver | None = None
@@ -328,12 +315,10 @@ class RolloutWorker(Worker):
 
     @property
     def weights(self) -> WeightReceiver:
-        """This replica's end of weight updates."""
         return self._require_launched(self._weights)
 
     @property
     def requests(self) -> VerifiedRequestQueue:
-        """Requests in progress here."""
         return self._require_launched(self._requests)
 
     def _require_launched(self, part: Part | None) -> Part:
@@ -346,18 +331,16 @@ class RolloutWorker(Worker):
         """Generate `sampling.n` completions of each row's prompt.
 
         Args:
-            batch: `prompt_ids` ragged int64; with a seed also `prompt_index` int64 `(rows,)`, the row's number in the
-                whole batch: a row's samples depend on the seed and this number, not on the number of replicas.
-            sampling: Sampling parameters.
-            seed: Seed of the samples; equal seeds and weights give equal samples. None: a new seed each time.
+            batch: `prompt_ids` ragged int64. With a seed also `prompt_index` int64 `(rows,)`, the row's number in the
+                whole batch. A row's samples depend on the seed and this number, but not on the number of replicas.
+            seed: seed of the samples. Equal seeds and weights give equal samples. None: a new seed each time.
 
         Returns:
-            `n` rows for each row of `batch`, next to each other: the columns of `AnswerBatch.samples`, and `seconds`
-            float32 `(rows,)`, the time of this replica's share; no columns of `batch`. All samples are from verified
-            weights: others were generated again.
+            `n` rows for each row of `batch`, next to each other, with the columns of `AnswerBatch.samples`, and
+            `seconds` float32 `(rows,)`, the time of this call on the replica. All samples are from verified weights.
 
         Raises:
-            EnginehouseError: the engine's results are not those of the requests.
+            EnginehouseError: the engine's results do not fit the requests.
         """
         begun = time.perf_counter()
         self._calls += 1
@@ -368,13 +351,13 @@ class RolloutWorker(Worker):
 
     @register
     async def draw(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> AnswerBatch:
-        """Begin requests, and return those that ended since the last call: at least one, if any is in progress.
+        """Begin requests, and return the requests that ended since the last call, at least one if any is in progress.
 
-        A further call releases this one, which then returns nothing, and gets what ended.
+        A further call releases this call, which then returns nothing, and gets the ended requests.
 
         Args:
-            requests: requests to answer from verified weights, as `generate` does; may be none.
-            aborted: ids of requests that end with the tokens they have.
+            requests: requests to answer from verified weights, as in `generate`; may be empty.
+            aborted: ids of requests to end with their tokens so far.
         """
         results, failures, context = [], {}, self.context
         for task in await self.requests.exchange(list(requests.unpack()), aborted):
@@ -387,15 +370,13 @@ class RolloutWorker(Worker):
 
     @register(collect="distributed")
     async def draw_apart(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> tuple[AnswerBatch, Batch]:
-        """Generate as `draw` does, and leave the tokens in this process."""
+        """Generate as `draw` does, but leave the tokens in this process."""
         return (await self.draw(requests, aborted)).split()
 
     @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
-        """Return the logprob of each token of sequences given those before it, the first 0, at temperature 1.
-
-        Answers also between `commit_weights` and `resume_weights`, when `generate` waits.
-        """
+        """Return the logprob of each token of sequences given the tokens before it, at temperature 1; 0 for the first.
+        Works also between `commit_weights` and `resume_weights`, when `generate` waits."""
         self._calls += 1
         scoring = SamplingParams(max_tokens=0, prompt_logprobs=True)
         name = f"{self.replica}-{self._calls}"
@@ -406,63 +387,55 @@ class RolloutWorker(Worker):
             raise EnginehouseError(f"{self.context}: {self._name} returned no logprobs of the prompt for {missing}")
         return [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
 
-    # Weights; `enginehouse.weights.sync` calls these
+    # Methods that `enginehouse.weights.sync` calls
 
     @register(urgent=True)
     async def connect_weights(self, plan: TransferPlan, receiver: int | None = None) -> None:
-        """Open this replica's end of a weight transport in place of an open one.
+        """Open this replica's end of a weight transport instead of an open end.
 
         Args:
-            receiver: its place among the plan's receivers; None: its number.
+            receiver: place of the replica among the plan's receivers; None: its number.
         """
         place = self.replica if receiver is None else receiver
         self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", place))
 
     @register(urgent=True)
     async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
-        """Pause, stage the weights that arrive as `version` beside those served, and return their checksums.
-
-        Raises:
-            WeightSyncError: they did not arrive whole; the old version is served again.
-        """
+        """Pause, stage the weights that arrive as `version` beside the served weights, and return their checksums.
+        Raises `WeightSyncError` if the weights did not arrive completely. The old version is served again."""
         return await self.weights.receive(version, deadline_seconds, pause)
 
     @register(urgent=True)
     async def commit_weights(self, version: int) -> WeightState:
-        """Switch to the staged weights, and return what is served; `resume_weights` lets `generate` answer again."""
+        """Switch to the staged weights, and return the served state. `generate` answers only after `resume_weights`."""
         return await self.weights.commit(version)
 
     @register(urgent=True)
     async def resume_weights(self, version: int) -> None:
-        """Answer `generate` again, after `commit_weights`."""
+        """Let `generate` answer again, after `commit_weights`."""
         self.weights.serve(version)
 
     @register(urgent=True)
     async def abort_weights(self, version: int) -> None:
-        """Give up an update: drop the staged weights, and serve the old version if it is still there."""
+        """Abort an update: drop the staged weights, and serve the old version if the engine still has it."""
         await self.weights.abort(version)
 
     @register(urgent=True)
     async def weight_state(self) -> WeightState:
-        """Return the version and the checksums that are served."""
+        """Return the served version and checksums."""
         return await self.engine.weight_state()
 
     @register(urgent=True)
     async def close_weights(self) -> None:
-        """Close this replica's end of the weight transport."""
         if self._weights is not None:
             self._weights.close()
 
-    # Control
-
     @register(urgent=True)
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Call `RolloutEngine.pause`."""
         await self.engine.pause(mode)
 
     @register(urgent=True)
     async def resume(self) -> None:
-        """Call `RolloutEngine.resume`."""
         await self.engine.resume()
 
     @register(urgent=True)
@@ -472,10 +445,8 @@ class RolloutWorker(Worker):
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Let requests end, call `RolloutEngine.sleep`, and return the bytes freed, if known.
-
-        New requests wait until all memory is awake.
-        """
+        """Wait for requests to end, call `RolloutEngine.sleep`, and return the freed bytes; None if unknown. New
+        requests wait until all memory is awake."""
         self._asleep |= sleeping(tags)
         await self.requests.fall_asleep()
         before = held_bytes(self.context.device)
@@ -484,7 +455,7 @@ class RolloutWorker(Worker):
 
     @register
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Call `RolloutEngine.wake_up`."""
+        """Call `RolloutEngine.wake_up`, and begin requests again once all memory is awake."""
         await self.engine.wake_up(tags)
         self._asleep -= sleeping(tags)
         if not self._asleep:
@@ -492,18 +463,17 @@ class RolloutWorker(Worker):
 
     @register(urgent=True)
     async def health(self) -> Health:
-        """Call `RolloutEngine.health`."""
         return await self.engine.health()
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """Describe this process and its engine, for reports; `endpoint` is the URL for OpenAI clients, if any."""
+        """Describe this process and its engine, for reports. `endpoint` is the URL for OpenAI clients, if any."""
         endpoint = {"endpoint": self._endpoint} if self._endpoint else {}
         return _describe(self, self._record, self._name) | {"rank": self.replica} | endpoint
 
     @register
     def profile_begin(self) -> None:
-        """Begin a profile by torch.profiler, if the engine computes in this process; see `begin_profile`."""
+        """Begin a profile, if the engine computes in this process; see `begin_profile`."""
         if capabilities.COLOCATES in self._record.capabilities:
             begin_profile(self.context)
 
@@ -513,7 +483,6 @@ class RolloutWorker(Worker):
         return end_profile(self.context, self.replica, directory, most)
 
     async def shutdown(self) -> None:
-        """Release the engine and the transport."""
         await self.close_weights()
         if self._weights is not None:
             await self.engine.shutdown()
@@ -521,10 +490,10 @@ class RolloutWorker(Worker):
 
 
 def fill_defaults(batch: Batch) -> Batch:
-    """Give each token what a loss needs, where the controller knows it for rows alone.
+    """Add the token columns that a loss needs, if the controller has them only per row.
 
-    No token counts of a row that is not `TRAINED`. Each counted token has its row's advantage of `advantages`
-    `(rows,)`. Without `old_logprobs`, the rollout's logprobs are taken for them.
+    Tokens of a row that is not `TRAINED` do not count. Each counted token gets its row's advantage from `advantages`
+    `(rows,)`. The rollout's logprobs replace missing `old_logprobs`.
     """
     if TRAINED in batch:
         mask = batch.ragged("loss_mask")
@@ -535,7 +504,7 @@ def fill_defaults(batch: Batch) -> Batch:
         return batch
     mask = batch.ragged("loss_mask")
     per_row = batch["advantages"].float().numpy()
-    values = np.repeat(per_row, mask.lengths.numpy())  # torch's would need three times the memory
+    values = np.repeat(per_row, mask.lengths.numpy())  # torch's function would need three times the memory
     values *= mask.values.numpy()
     return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))
 
@@ -551,11 +520,7 @@ def _to_number(value: float | Mean | Max) -> float:
 
 
 def _load_engine_class(record: Backend, protocol: type) -> Any:
-    """Return the class of a backend's engine.
-
-    Raises:
-        PluginError: it lacks methods of the protocol.
-    """
+    """Return the class of an engine, or raise a `PluginError` if it lacks methods of the protocol."""
     engine = resolve(record.engine)
     if isinstance(engine, type) and (missing := find_missing_methods(engine, protocol)):
         raise PluginError(

@@ -1,7 +1,8 @@
-"""Runtimes: Python environments in which an engine's worker runs, beside the one the driver runs in.
+"""Runtimes: Python environments for engines' workers, beside the driver's environment.
 
-Two engines whose requirements exclude each other can so be in one run. A runtime holds third-party packages only; core
-and the plugins a worker sees are the driver's own, by an overlay of links. Light: neither torch nor ray is imported.
+Runtimes allow one run to have two engines with incompatible requirements. A runtime has only third-party packages. Its
+workers import core and the plugins from the driver's, by an overlay of links. This package imports neither torch nor
+ray.
 """
 
 from enginehouse.runtimes.choosing import CURRENT, OWN, RUNTIME_VARIABLE, Interpreter, choose_runtime

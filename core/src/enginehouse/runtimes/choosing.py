@@ -1,4 +1,4 @@
-"""Chooses the interpreter that runs a backend's workers."""
+"""Chooses the interpreter of an engine's workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from enginehouse.runtimes.probe import check_interpreter
 from enginehouse.runtimes.store import Runtime, find_runtime, find_state, list_runtimes
 
 CURRENT = "current"
-"""The name of the Python environment this process runs in."""
+"""Name of this process's Python environment."""
 
 OWN = "own"
-"""Stands for the runtime that was made for the backend, whatever it is called."""
+"""Stands for the runtime that was made for the engine, under any name."""
 
 RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
-"""Environment variable of a worker: the name of the runtime it runs in; unset in the driver's own environment."""
+"""Environment variable of a worker with the name of its runtime; unset in the driver's own environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,9 @@ class Interpreter:
     """The interpreter of a worker.
 
     Attributes:
-        name: `"current"`, a runtime's name, or a path.
-        python: path of the interpreter; None: this process's own.
-        env: environment variables its worker needs.
-        reason: the reason of the choice, for a plan.
+        name: `"current"`, the name of a runtime, or a path.
+        python: path of the interpreter; None: the interpreter of this process.
+        reason: reason of the choice, for a plan.
     """
 
     name: str
@@ -44,17 +43,16 @@ class Interpreter:
 
 
 def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
-    """Choose the interpreter for workers of a backend. Nothing is imported, no environment is made.
+    """Choose the interpreter for workers of an engine, without imports. It makes no environment.
 
     Args:
-        record: the backend.
-        wanted: `"auto"`: this process's environment if the engine's requirements are met here, else the backend's
-            runtime for `device`; `"current"`; `"own"`: the backend's runtime in any case; the name of a runtime; or a
-            path to an interpreter or its environment.
+        wanted: `"auto"`: this process's environment if it meets the engine's requirements, else the engine's runtime
+            for `device`; `"current"`: this process's environment; `"own"`: the engine's runtime in any case; the name
+            of a runtime; or a path to an interpreter or its environment.
         device: torch device type, which is also the name of the requirement set.
 
     Raises:
-        RuntimeProblem: the interpreter does not exist or cannot be used; `NoRuntime` if it has to be made first.
+        RuntimeProblem: the interpreter does not exist or cannot be used. `NoRuntime` if the runtime must be made first.
     """
     if wanted in ("auto", CURRENT):
         missing = list(find_missing(record.requires))
@@ -86,14 +84,12 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
 
 
 def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
-    """Return the interpreter of a backend's own runtime for a device.
+    """Return the interpreter of an engine's own runtime for a device.
 
     Args:
-        record: the backend.
-        device: torch device type.
-        why: the reason why it needs one, for an error.
-        reason: the reason of the choice, for a plan.
-        otherwise: the cure if the backend declares no runtime for the device.
+        why: the reason why the engine needs a runtime, for an error.
+        reason: reason of the choice, for a plan.
+        otherwise: remedy if the engine declares no runtime for the device.
     """
     if device not in record.runtimes:
         alternatives = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
@@ -112,7 +108,7 @@ def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: 
 
 
 def create_command(backend: str, variant: str) -> str:
-    """Return the command that makes a backend's runtime; it names the variant if it is not this machine's."""
+    """Return the command that makes an engine's runtime. It names the variant if it is not this machine's."""
     from enginehouse.runtimes.variant import detect_variant
 
     return f"enginehouse runtime create {backend}" + ("" if variant == detect_variant() else f" --variant {variant}")
@@ -120,7 +116,7 @@ def create_command(backend: str, variant: str) -> str:
 
 def _is_made_for(runtime: Runtime, backend: str, variant: str) -> bool:
     manifest = runtime.manifest
-    if manifest is None:  # by default a runtime is called after both
+    if manifest is None:  # the default name begins with both
         return runtime.name.startswith(f"{backend}-{variant}-")
     return (manifest.backend, manifest.variant) == (backend, variant)
 
@@ -150,7 +146,7 @@ def _make_interpreter(name: str, python: Path, reason: str) -> Interpreter:
 
 
 def _declared(record: Backend, runtime: Runtime) -> Backend | None:
-    """Return the backend a runtime is for, as declared now."""
+    """Return the current record of the engine that a runtime is for."""
     from enginehouse.plugin.process import plugins
 
     manifest = runtime.manifest
@@ -161,7 +157,7 @@ def _declared(record: Backend, runtime: Runtime) -> Backend | None:
 
 
 def find_declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
-    """Return the backends of a name that a runtime can be made of."""
+    """Return the records with this name from which a runtime can be made."""
     return [record for record in records if record.name == backend and record.runtimes]
 
 

@@ -1,4 +1,4 @@
-"""The ingredients of a runtime, and their key: the same key stands for the same Python environment."""
+"""The ingredients of a runtime, and their key. Runtimes with the same key are the same Python environment."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
 
 CONTROLLERS_OWN = frozenset({"tensorboardx"})
-"""Requirements of core that no worker imports: trackers are the controller's."""
+"""Requirements of core that no worker imports, because only the controller has trackers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRecipe:
-    """A runtime's ingredients.
+    """Ingredients of a runtime.
 
     Attributes:
-        backend: the backend's name.
-        variant: the name of a requirement set of it.
-        module: the engine's top-level module; empty: none.
-        pins: lines of the lock, installed as they are; empty without a lock.
+        variant: name of one of its requirement sets.
+        module: top-level module of the engine; empty: none.
+        pins: lines of the lock, installed without resolving; empty without a lock.
         requirements: requirements of core and the plugin, which pip resolves within the pins.
-        python: implementation and minor version, as this process's: `"cpython 3.11"`.
-        platform: `sysconfig.get_platform()`.
-        ray: version of Ray, the driver's own.
-        prepare: `"module:function"` of the plugin, called before the engine's module is imported; empty: none.
-        engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is to start.
+        python: implementation and minor version of this process, such as `"cpython 3.11"`.
+        prepare: `"module:function"` of the plugin, called before the import of the engine's module; empty: none.
+        engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is started.
     """
 
     backend: str
@@ -59,21 +56,18 @@ class RuntimeRecipe:
 
     @property
     def name(self) -> str:
-        """Default name of a runtime of this recipe; another recipe has another name."""
+        """Default name of a runtime of this recipe. Every recipe has a different name."""
         return default_name(self.backend, self.variant, self.key)
 
 
 def default_name(backend: str, variant: str, key: str) -> str:
-    """Return the default name of a runtime; `key` is its recipe's."""
+    """Return the default name of a runtime. `key` is the key of its recipe."""
     return f"{backend}-{variant}-{key[:8]}"
 
 
 def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
-    """Return the recipe of a backend's runtime from one of its requirement sets, such as `"cpu"`.
-
-    Raises:
-        RuntimeProblem: the backend has no requirement set of that name.
-    """
+    """Return the recipe of an engine's runtime from one of its requirement sets, such as `"cpu"`. Raises
+    `RuntimeProblem` if the engine has no requirement set of that name."""
     if variant not in record.runtimes:
         names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
         raise RuntimeProblem(f"engine {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
@@ -98,17 +92,17 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
 
 
 def python_of_this_process() -> str:
-    """Return implementation and minor version, which all processes of a run must have in common."""
+    """Return the implementation and minor version, which all processes of a run must share."""
     return f"{platform.python_implementation().lower()} {sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def ray_version() -> str:
-    """Return the version of the Ray that is installed here; nothing is imported."""
+    """Return the version of the installed Ray, without importing it."""
     return installed_version("ray") or "absent"
 
 
 def find_plugin(record: Backend) -> str | None:
-    """Return the distribution of the plugin with a backend's engine; None for core's own."""
+    """Return the distribution of the plugin with an engine; None for core's own."""
     package = record.engine.partition(":")[0].partition(".")[0]
     for entry_point in find_entry_points():
         if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
@@ -128,20 +122,20 @@ def _read_pins(lock: str) -> list[str]:
 
 
 def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
-    """Replace the lock's Ray by the driver's: processes of one cluster must have the same."""
+    """Replace the lock's Ray by the driver's, because all processes of a cluster need the same version."""
     from packaging.requirements import Requirement
 
     return [f"ray=={ray}" if Requirement(line).name.lower() == "ray" else line for line in lines]
 
 
 def _third_party(distribution: str) -> list[str]:
-    """Return a distribution's requirements without extras, our own distributions, and those that no worker needs."""
+    """Return a distribution's requirements, without extras, enginehouse's own, and packages that no worker needs."""
     from packaging.requirements import Requirement
 
     first_party = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}
     try:
         requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
-    except metadata.PackageNotFoundError:  # run from its source, not installed
+    except metadata.PackageNotFoundError:  # the distribution runs from its source
         return []
     return [
         str(requirement)
@@ -152,5 +146,5 @@ def _third_party(distribution: str) -> list[str]:
 
 
 def holds_packages(path: str | Path) -> bool:
-    """Return True for a folder of an environment's installed packages, which another environment must not see."""
+    """Return True for a folder of installed packages, which another Python environment must not see."""
     return bool({"site-packages", "dist-packages"} & set(Path(path).parts))

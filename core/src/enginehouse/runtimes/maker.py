@@ -1,6 +1,7 @@
-"""The note that a process leaves beside the runtime it makes: who makes it, since when, and in which process.
+"""The note of a process beside the runtime that it makes, with its process id and start time.
 
-Others that wait for the runtime say so; and where the maker was killed, the next one ends what it left running.
+Other processes that wait for the runtime report the note. If the maker was killed, the next maker ends the command that
+it left running.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from enginehouse.runtimes.store import runtimes_folder
 
 END_SECONDS = 10.0
-"""Time a process gets to end after a signal, before the next, harder one."""
+"""Time that a process has to end after a signal, before a stronger signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class RuntimeMaker:
     """A process that makes a runtime.
 
     Attributes:
-        pid: its process id.
         since: time of its start, in seconds since the epoch.
-        step: process id of the command it runs; it leads its own process group. 0: none.
-        step_created: creation time of that process in the system's words, because another may have the same id later.
+        step: process id of its current command, which leads its own process group; 0: none.
+        step_created: creation time of the command's process as the system reports it, because a later process may have
+            the same id.
     """
 
     pid: int
@@ -41,12 +42,12 @@ class RuntimeMaker:
 
 
 def note_maker(name: str, since: float, step: int = 0) -> None:
-    """Note that this process makes the runtime of a name, by the command with process id `step`."""
+    """Write the note that this process makes the runtime `name`, by the command with process id `step`."""
     import psutil
 
     created = 0.0
     if step:
-        with suppress(psutil.Error):  # it may have ended already
+        with suppress(psutil.Error):  # the command may have ended already
             created = psutil.Process(step).create_time()
     path = _path(name)
     draft = path.with_suffix(".draft")
@@ -55,7 +56,7 @@ def note_maker(name: str, since: float, step: int = 0) -> None:
 
 
 def read_maker(name: str) -> RuntimeMaker | None:
-    """Return the maker that noted itself for the runtime of a name, if any."""
+    """Return the maker in the note of the runtime `name`; None if there is no note."""
     try:
         return RuntimeMaker(**json.loads(_path(name).read_text()))
     except (OSError, ValueError, TypeError):
@@ -63,12 +64,11 @@ def read_maker(name: str) -> RuntimeMaker | None:
 
 
 def forget_maker(name: str) -> None:
-    """Remove the note, because the making is over."""
     _path(name).unlink(missing_ok=True)
 
 
 def end_left_step(name: str) -> None:
-    """End the command of a maker that was killed, with all it started; only the next maker may call this."""
+    """End the command of a killed maker, and all its children. Only the next maker may call this."""
     import psutil
 
     maker = read_maker(name)

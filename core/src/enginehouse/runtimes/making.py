@@ -1,7 +1,8 @@
-"""Making a runtime: a virtual environment by the standard library, filled by pip, and a manifest when it is whole.
+"""Makes a runtime: a virtual environment of the standard library, filled by pip, and a manifest at the end.
 
-A virtual environment cannot be moved, so it is made where it stays; until the manifest is written, last, it does not
-count as there. One process at a time makes a runtime; others wait for it, and end what one left that was killed.
+A virtual environment cannot be moved, so it is made in its final place, and does not count as a runtime before its
+manifest is written. One process at a time makes a runtime. Other processes wait for it, and end the remains of a killed
+maker.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ from enginehouse.runtimes.probe import worker_command
 from enginehouse.runtimes.store import Manifest, Runtime, clear, has_module, lock_runtime, read_runtime, runtimes_folder
 
 Progress = Callable[[str, str], None]
-"""Called with the step that runs and each line of its output, first with an empty line."""
+"""Called with the current step and each line of its output, and first with an empty line."""
 
 LINES_IN_ERRORS = 12
-"""Number of a failed step's last lines in its error."""
 
 STEP_SECONDS = 7200.0
-"""Time a step may take: one fetches several gigabytes, over any connection."""
+"""Time limit of a step. One step downloads several gigabytes, over any connection."""
 
 WAIT_SECONDS = 2 * STEP_SECONDS
-"""Time to wait for another process that makes the same runtime."""
+"""Time limit to wait for another process that makes the same runtime."""
 
 _IMPORT = """
 import importlib, json, sys
@@ -51,16 +51,16 @@ print(json.dumps(str(getattr(module, "__version__", "unknown"))))
 
 
 def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
-    """Make a runtime, unless it exists; one of the same name that is not whole, or of another recipe, is replaced.
+    """Make a runtime, unless it exists. An incomplete runtime of this name, or a runtime of another recipe, is
+    replaced.
 
     Args:
-        recipe: the recipe.
-        name: its name; None: the recipe's.
-        progress: called with what happens.
+        name: name of the runtime; None: the recipe's name.
+        progress: called with each step and line of output.
 
     Raises:
-        MakingError: a step failed or did not end within `STEP_SECONDS`, and only its log is left; or another process
-            that makes the runtime did not end within `WAIT_SECONDS`.
+        MakingError: a step failed or exceeded `STEP_SECONDS`, and only its log is left; or another process that makes
+            the runtime exceeded `WAIT_SECONDS`.
     """
     path = runtimes_folder() / (name or recipe.name)
     report = progress or (lambda step, line: None)
@@ -79,7 +79,7 @@ def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progr
 
 
 def _rebuild(path: Path, recipe: RuntimeRecipe, report: Progress) -> Runtime:
-    """Make a runtime in a folder that no other process makes or removes, unless it is there and whole."""
+    """Make a runtime in a folder that no other process uses, unless the runtime is there and complete."""
     runtime = read_runtime(path)
     manifest = runtime.manifest
     if manifest is not None and manifest.key == recipe.key and _can_start(runtime, manifest):
@@ -106,7 +106,6 @@ def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
 
 
 def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
-    """Fill the folder of a runtime."""
     python = str(read_runtime(path).python)
     own_pip = not _has_pip_for_others()
     steps.run(
@@ -146,7 +145,7 @@ def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
 
 
 def _has_pip_for_others() -> bool:
-    """Return True if the pip of this environment can fill another, which then needs no pip."""
+    """Return True if the pip of this environment can fill another environment, which then needs no pip."""
     from packaging.version import Version
 
     version = installed_version("pip")
@@ -154,14 +153,7 @@ def _has_pip_for_others() -> bool:
 
 
 class _Steps:
-    """Runs commands one after the other and logs their output.
-
-    Args:
-        path: the folder they run in.
-        log: path of the log.
-        lines: the log.
-        progress: called with each step and line.
-    """
+    """Runs commands one after the other and logs their output."""
 
     def __init__(self, path: Path, log: Path, lines: IO[str], progress: Progress):
         self._path = path
@@ -171,21 +163,13 @@ class _Steps:
         self._since = time.time()
 
     def run(self, step: str, command: Sequence[str], path: str | None = None) -> list[str]:
-        """Run a command to its end and return the lines of its output.
-
-        Args:
-            step: its purpose, in words.
-            command: the command.
-            path: a folder it imports from, before its own; None: none.
-
-        Raises:
-            MakingError: the command failed, or did not end within `STEP_SECONDS`.
-        """
+        """Run a command to its end and return the lines of its output. Raise a `MakingError` if it fails or takes too
+        long."""
         self._progress(step, "")
         self._lines.write(f"# {step}: {' '.join(command)}\n")
         self._path.mkdir(parents=True, exist_ok=True)
         output: list[str] = []
-        # a separate session: Ctrl-C reaches only this process, which then ends the step with all it started
+        # a separate session, so that Ctrl-C reaches only this process, which then ends the step and its children
         process = subprocess.Popen(
             command, cwd=self._path, env=_variables(path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
@@ -218,20 +202,20 @@ class _Steps:
             how = f"did not end within {STEP_SECONDS:g} s" if late.is_set() else f"failed (exit code {code})"
             raise MakingError(
                 f"runtime {self._path.name!r} was not made: the step '{step}' {how}. "
-                f"All it said: {self._log}. The end of it:\n{last}"
+                f"Its output is in {self._log}. The last lines:\n{last}"
             )
         return output
 
 
 def _variables(path: str | None) -> dict[str, str]:
-    """Return a step's environment variables, without those that send pip or an import to another environment."""
+    """Return a step's environment variables, without those that direct pip or an import to another environment."""
     astray = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "VIRTUAL_ENV")
     variables = {name: value for name, value in os.environ.items() if name not in astray}
     return variables if path is None else variables | {"PYTHONPATH": path}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a step, and the processes it started, which may outlive it."""
+    """End a step and its children, which may outlive it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

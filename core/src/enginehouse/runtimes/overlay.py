@@ -1,8 +1,8 @@
-"""An overlay: a folder of links to the driver's core and plugins, which a worker in another runtime imports from.
+"""An overlay: a folder of links to the driver's core and plugins, from which a worker in another runtime imports them.
 
-So both sides of a run have the same core, whichever way it was installed (from a wheel or editable), and a runtime need
-not be rebuilt when a plugin changes. The folder comes first on the worker's `PYTHONPATH`; what a worker is not to
-see, the rest of the driver's packages, is not in it.
+So both sides of a run have the same core, installed from a wheel or editable, and a changed plugin needs no new
+runtime. The folder comes first in the worker's `PYTHONPATH`. It does not contain the driver's other packages, which the
+worker must not see.
 """
 
 from __future__ import annotations
@@ -24,28 +24,23 @@ from enginehouse.plugin.loaded import CORE
 from enginehouse.runtimes.store import clear, runtimes_folder
 
 KEPT_SECONDS = 86400.0
-"""Time an overlay with dead links stays after a program last began to use it."""
+"""Time that an overlay with dead links stays after a program last began to use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A folder of links.
-
-    Attributes:
-        path: the folder.
-        links: the target of each link, by the link's name.
-    """
+    """A folder of links."""
 
     path: Path
     links: Mapping[str, str]
 
 
 def make_overlay() -> Overlay:
-    """Return the overlay of this process's core and plugins; make it if it does not exist yet."""
+    """Return the overlay of this process's core and plugins, and make it if it does not exist."""
     links = _links()
     key = hashlib.sha256(json.dumps(links, sort_keys=True).encode()).hexdigest()[:16]
     path = runtimes_folder() / ".overlays" / key
-    with suppress(OSError):  # it is not there yet, or is another user's
+    with suppress(OSError):  # it does not exist yet, or belongs to another user
         os.utime(path)
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +59,7 @@ def make_overlay() -> Overlay:
 
 
 def _remove_dead(overlays: Path) -> None:
-    """Remove overlays with dead links that no program began to use within `KEPT_SECONDS`."""
+    """Remove overlays with dead links that no program has begun to use within `KEPT_SECONDS`."""
     for path in overlays.iterdir():
         with suppress(OSError):  # another process was first
             dead = any(not link.exists() for link in path.iterdir())
@@ -73,10 +68,9 @@ def _remove_dead(overlays: Path) -> None:
 
 
 def _links() -> dict[str, str]:
-    """Return the target of each link, by its name."""
     links = _module_links(CORE)
     distributions: dict[str, metadata.Distribution] = {}
-    with suppress(metadata.PackageNotFoundError):  # run from its source
+    with suppress(metadata.PackageNotFoundError):  # core runs from its source
         distributions[CORE] = metadata.distribution(CORE)
     for entry_point in find_entry_points():
         links |= _module_links(entry_point.module.partition(".")[0])
@@ -95,12 +89,12 @@ def _links() -> dict[str, str]:
 
 
 def _module_links(module: str) -> dict[str, str]:
-    """Return a link to a top-level module where this process finds it; it is not imported."""
+    """Return a link to a top-level module in the place where this process finds it, without importing it."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         spec = None
-    if spec is None:  # a plugin that is broken here is broken there too, and shown here
+    if spec is None:  # a plugin that is broken here is also broken there, and this process reports it
         return {}
     if spec.submodule_search_locations:
         return {module: str(Path(next(iter(spec.submodule_search_locations))).resolve())}

@@ -1,4 +1,4 @@
-"""Installs a missing first-party plugin, without its engine, from the same source as core."""
+"""Installs a missing plugin of enginehouse, without its engine, from the same source as core."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LINES_IN_ERRORS = 8
 
 
 def install_plugin(name: str) -> str:
-    """Install the plugin behind one of core's extras into this Python environment.
+    """Install the plugin of one of core's extras into this Python environment.
 
     Args:
-        name: the extra, which is the backend's name.
+        name: the extra, which has the engine's name.
 
     Returns:
-        One line that names what was installed, and its source.
+        One line that names the installed plugin and its source.
 
     Raises:
-        RuntimeProblem: this environment cannot be written, or has no pip; the message has the line to run.
+        RuntimeProblem: this Python environment cannot be written, or has no pip. The message has the command to run.
         MakingError: pip failed.
     """
     packages, source = plugin_source(name)

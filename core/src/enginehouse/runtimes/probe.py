@@ -1,4 +1,4 @@
-"""Asks another interpreter for its versions, in a separate process, before a worker is started under it."""
+"""Asks another interpreter for its versions, in a separate process, before a worker starts with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enginehouse.runtimes.ingredients import RuntimeRecipe, python_of_this_proce
 from enginehouse.runtimes.overlay import make_overlay
 
 PROBE_SECONDS = 60.0
-"""Time an interpreter may take to answer; it takes a tenth of a second."""
+"""Time limit of an interpreter's answer, which usually takes a tenth of a second."""
 
 _QUESTION = """
 import json, platform, sys
@@ -29,7 +29,7 @@ print(json.dumps({"python": python, "ray": version("ray"), "path": [path for pat
 
 
 WORKER_SECONDS = 300.0
-"""Time that the start of a worker's imports may take: an engine's libraries are read from a disk."""
+"""Time limit of a worker's imports, because an engine's libraries are read from a disk."""
 
 WORKER = """
 import importlib, sys, types
@@ -45,12 +45,11 @@ getattr(importlib.import_module(engine[0]), engine[2])
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """An interpreter's report of itself.
+    """An interpreter's report about itself.
 
     Attributes:
-        python: implementation and minor version, `"cpython 3.11"`.
-        ray: version of its Ray; `"absent"` if there is none.
-        path: its import paths.
+        python: implementation and minor version, such as `"cpython 3.11"`.
+        ray: version of Ray; `"absent"` if there is none.
     """
 
     python: str
@@ -60,11 +59,8 @@ class ProbeResult:
 
 @lru_cache
 def probe(python: str) -> ProbeResult:
-    """Ask an interpreter for its versions. Answers are kept for the life of this process.
-
-    Raises:
-        RuntimeProblem: it cannot be started, or does not answer as a Python interpreter would.
-    """
+    """Ask an interpreter for its versions. Answers are cached in this process. Raises `RuntimeProblem` if the
+    interpreter cannot be started, or does not answer like a Python interpreter."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         ran = subprocess.run(
@@ -81,11 +77,8 @@ def probe(python: str) -> ProbeResult:
 
 
 def check_interpreter(python: str) -> ProbeResult:
-    """Check that an interpreter can run workers of this driver.
-
-    Raises:
-        RuntimeProblem: its Python minor or its Ray is another.
-    """
+    """Check that an interpreter can run workers of this driver. Raises `RuntimeProblem` if its Python minor version or
+    its Ray version differs."""
     result = probe(python)
     wrong = []
     if result.python != python_of_this_process():
@@ -101,17 +94,13 @@ def check_interpreter(python: str) -> ProbeResult:
 
 
 def worker_command(python: str, recipe: RuntimeRecipe) -> list[str]:
-    """Return the command that imports everything that a runtime's worker imports; it needs an overlay on
-    `PYTHONPATH`."""
+    """Return the command that makes all imports of a runtime's worker. It needs an overlay in `PYTHONPATH`."""
     return [python, "-P", "-c", WORKER, recipe.engine, recipe.prepare]
 
 
 def check_worker(python: str, recipe: RuntimeRecipe) -> None:
-    """Import everything that a runtime's worker imports.
-
-    Raises:
-        RuntimeProblem: an import fails; the message has the last line of output, which is the exception.
-    """
+    """Make all imports of a runtime's worker. Raises `RuntimeProblem` if an import fails. The message has the last line
+    of output, which is the exception."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables["PYTHONPATH"] = str(make_overlay().path)
     try:

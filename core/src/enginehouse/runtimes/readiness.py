@@ -1,4 +1,4 @@
-"""Finds out if the backends of plugins can run, in this Python environment or in their own runtime."""
+"""Finds out if the engines of plugins can run, in this Python environment or in their own runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enginehouse.runtimes.variant import detect_variant
 
 
 def runtime_instead(manager: PluginManager, record: Record) -> str | None:
-    """Return the name of the runtime that a backend runs in because its requirements are not met here, if any."""
+    """Return the name of the runtime of an engine whose requirements this environment lacks; else None."""
     if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
         return None
     try:
@@ -21,10 +21,8 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """Return the state of a plugin, its records' requirements included.
-
-    A whole runtime of the backend meets requirements as well. Core's own plugins need extras, which are optional.
-    """
+    """Return the state of a plugin, including its records' requirements. A complete runtime of an engine also meets its
+    requirements. Core's own plugins need extras, which are optional."""
     if plugin.status != "ok" or plugin.internal:
         return plugin.status
     lacking = [
@@ -34,7 +32,7 @@ def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
 
 
 def plugin_states(manager: PluginManager) -> dict[str, State]:
-    """Return the state of each plugin by name; by `"distribution:name"` where two distributions share a name."""
+    """Return the state of each plugin by name, or by `"distribution:name"` if two distributions share a name."""
     names = [plugin.name for plugin in manager.plugins]
     return {
         plugin.name if names.count(plugin.name) == 1 else f"{plugin.distribution}:{plugin.name}": plugin_state(

@@ -1,6 +1,7 @@
 """The runtimes on this machine: their folder, their manifests, and their states.
 
-A runtime is a folder with a virtual environment and, written last, a manifest: one without a manifest is not whole.
+A runtime is a folder with a virtual environment and a manifest. The manifest is written last, so a runtime without a
+manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from enginehouse.runtimes.errors import RuntimeProblem
 from enginehouse.runtimes.ingredients import default_name, make_recipe, python_of_this_process, ray_version
 
 FOLDER_VARIABLE = "ENGINEHOUSE_RUNTIMES"
-"""Environment variable: the folder of runtimes."""
 
 MANIFEST = "manifest.json"
 
@@ -33,16 +33,14 @@ Word = Literal["ok", "stale", "broken", "half-made", "being made"]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A runtime's own description.
+    """The description that a runtime contains.
 
     Attributes:
-        backend: the backend it is for.
-        variant: the requirement set of the backend it was made from.
-        key: the key of its recipe.
-        module: the engine's top-level module; empty: none.
-        python: implementation and minor version, `"cpython 3.11"`.
+        variant: requirement set of the engine from which it was made.
+        module: top-level module of the engine; empty: none.
+        python: implementation and minor version, such as `"cpython 3.11"`.
         versions: versions of the engine (`"engine"`), `python`, `ray`, `torch` and `transformers`, if installed.
-        made: time of its making, ISO 8601 in UTC.
+        made: time at which it was made, ISO 8601 in UTC.
     """
 
     backend: str
@@ -54,7 +52,7 @@ class Manifest:
     made: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder`, which makes the runtime there whole."""
+        """Write the manifest into `folder`, which completes the runtime there."""
         draft = folder / f"{MANIFEST}.draft"
         draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
         os.replace(draft, folder / MANIFEST)
@@ -62,12 +60,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A runtime on this machine, whole or not.
+    """A runtime on this machine, complete or not.
 
     Attributes:
-        name: its name, which is its folder's.
-        path: its folder.
-        manifest: its manifest; None if it is not whole.
+        manifest: the manifest; None if the runtime is incomplete.
     """
 
     name: str
@@ -76,16 +72,14 @@ class Runtime:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.path / sysconfig.get_path("scripts", "venv", {"base": ""}).lstrip("/\\") / "python"
 
     @property
     def packages(self) -> Path:
-        """The folder of its packages."""
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path), "platbase": str(self.path)}))
 
     def size(self) -> int:
-        """Return its bytes on disk."""
+        """Return the bytes on disk."""
         return sum(path.lstat().st_size for path in self.path.rglob("*"))
 
 
@@ -95,8 +89,7 @@ class RuntimeState:
 
     Attributes:
         word: `"ok"`, or the kind of problem.
-        problem: the problem in words; empty if there is none.
-        cure: the command that helps.
+        cure: the command that solves the problem.
     """
 
     word: Word
@@ -105,25 +98,19 @@ class RuntimeState:
 
 
 def cache_folder() -> Path:
-    """Return enginehouse's folder in the user's cache.
-
-    Raises:
-        RuntimeError: the user has no home directory, and `XDG_CACHE_HOME` is not set.
-    """
+    """Return enginehouse's folder in the user's cache. Raises `RuntimeError` if the user has no home directory, and
+    `XDG_CACHE_HOME` is not set."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse"
 
 
 def runtimes_folder() -> Path:
-    """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
-
-    Raises:
-        RuntimeProblem: the user has no home directory, and no variable says where else.
-    """
+    """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache. Raises `RuntimeProblem`
+    if the user has no home directory, and no variable names another folder."""
     named = os.environ.get(FOLDER_VARIABLE)
     try:
         return Path(named).expanduser().absolute() if named else cache_folder() / "runtimes"
-    except RuntimeError:  # no HOME, and a user id without an entry in passwd
+    except RuntimeError:  # no HOME, and no entry in passwd for the user id
         raise RuntimeProblem(
             f"there is no home directory to keep runtimes in; set the environment variable {FOLDER_VARIABLE} to a "
             "folder"
@@ -131,7 +118,7 @@ def runtimes_folder() -> Path:
 
 
 def list_runtimes() -> list[Runtime]:
-    """Return all runtimes by name; none if there is no folder for them."""
+    """Return all runtimes, sorted by name; an empty list if there is no folder for them."""
     try:
         paths = sorted(runtimes_folder().iterdir()) if runtimes_folder().is_dir() else []
     except RuntimeProblem:
@@ -140,7 +127,6 @@ def list_runtimes() -> list[Runtime]:
 
 
 def read_runtime(path: Path) -> Runtime:
-    """Return the runtime in a folder."""
     try:
         manifest = Manifest(**decode_json((path / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):
@@ -149,11 +135,7 @@ def read_runtime(path: Path) -> Runtime:
 
 
 def find_runtime(name: str) -> Runtime:
-    """Return the runtime of a name.
-
-    Raises:
-        RuntimeProblem: there is none.
-    """
+    """Return the runtime `name`. Raises `RuntimeProblem` if there is no such runtime."""
     runtimes = list_runtimes()
     for runtime in runtimes:
         if runtime.name == name:
@@ -171,11 +153,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def remove_runtime(runtime: Runtime) -> None:
-    """Delete a runtime.
-
-    Raises:
-        RuntimeProblem: another process is making it.
-    """
+    """Delete a runtime. Raises `RuntimeProblem` if another process is making it."""
     with lock_runtime(runtime.name) as free:
         if not free:
             raise RuntimeProblem(f"runtime {runtime.name!r} is being made by another process; not removed")
@@ -183,7 +161,7 @@ def remove_runtime(runtime: Runtime) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete a runtime's folder, its manifest first, so that a deletion cut short leaves no whole runtime."""
+    """Delete a runtime's folder, its manifest first, so that an interrupted deletion leaves no complete runtime."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -191,12 +169,11 @@ def clear(path: Path) -> None:
 
 @contextmanager
 def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Keep other processes from making or removing the runtime of a name; yield True if no other process does.
+    """Keep other processes from making or removing the runtime `name`. Yield False if another process does so.
 
     Args:
-        name: the runtime's name.
-        seconds: time to wait for the other process, before False is yielded.
-        waiting: called every second meanwhile.
+        seconds: time to wait for the other process before False is yielded.
+        waiting: called every second during the wait.
     """
     from filelock import FileLock, Timeout
 
@@ -229,8 +206,7 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
     """Find a runtime's state without starting its interpreter.
 
     Args:
-        runtime: the runtime.
-        record: the backend it is for, as declared now; None if no installed plugin declares it.
+        record: current record of its engine; None if no installed plugin declares it.
     """
     manifest = runtime.manifest
     if manifest is None:
@@ -265,7 +241,7 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
 
 
 def remake_command(runtime: Runtime, manifest: Manifest) -> str:
-    """Return the commands that rebuild a runtime, under its name if the name was chosen."""
+    """Return the commands that rebuild a runtime, with its name if the name is not the default."""
     again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
     chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)
     return f"{_remove_command(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"

@@ -1,4 +1,4 @@
-"""Detects which of a backend's requirement sets fits this machine."""
+"""Detects which of an engine's requirement sets fits this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings weights to rollout replicas: steps and checks of an update, and the transports that carry it."""
+"""Sends weights to rollout replicas: the stages and checks of an update, and its transports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the plan of a transfer, lays out its buckets, and checks the order of a sender's weights."""
+"""Plans a transfer, packs its buckets, and checks the order of a sender's weights."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 AHEAD = 2
-"""Buckets on their way to a receiver: one is in use while the next arrives."""
+"""Number of buckets in transfer to a receiver: one is in use while the next arrives."""
 
 BUCKET_BYTES = 64 << 20
-"""Bytes of a bucket, but for larger parameters: enough that a bucket's own cost does not count."""
+"""Size of a bucket without larger parameters. It is so large that the cost per bucket does not matter."""
 
 
 def plan_transfer(
     transport: str, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
 ) -> TransferPlan:
-    """Plan a transfer in buckets of whole parameters, each of at most `bucket_bytes` where its parameters allow."""
+    """Plan a transfer in buckets of whole parameters, each of at most `bucket_bytes` unless a parameter is larger."""
     buckets = pack_buckets(parameters, bucket_bytes)
     return TransferPlan(
         transport=transport,
@@ -35,8 +35,7 @@ def plan_transfer(
 
 
 def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes; a larger parameter has its own
-    bucket."""
+    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes. A larger parameter is alone."""
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     size = 0
@@ -52,14 +51,13 @@ def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tu
 
 
 def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:
-    """Return the parameters of a bucket."""
     return [plan.parameters[index] for index in plan.buckets[bucket]]
 
 
 def view_parameters(
     parameters: Iterable[ParamMeta], offsets: Mapping[str, int], memory: torch.Tensor
 ) -> list[tuple[ParamMeta, torch.Tensor]]:
-    """Return each parameter with a tensor that views the bytes `memory` from the parameter's offset on."""
+    """Return each parameter with a tensor that views the bytes `memory` at the parameter's offset."""
     import torch
 
     views = []
@@ -75,7 +73,7 @@ def in_plan_order(
     """Yield whole `weights`, and check that each is the plan's next parameter.
 
     Raises:
-        WeightSyncError: another name, shape or dtype than planned, too few parameters or too many.
+        WeightSyncError: if a name, shape or dtype differs from the plan, or parameters are missing or surplus.
     """
     for (parameter, _), tensor in check_announced(((entry, entry.shape) for entry in plan.parameters), weights):
         yield parameter, tensor
@@ -84,11 +82,8 @@ def in_plan_order(
 def check_announced(
     expected: Iterable[tuple[ParamMeta, tuple[int, ...]]], weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[tuple[ParamMeta, tuple[int, ...]], torch.Tensor]]:
-    """Yield `weights`, and check that each is the next expected parameter, of the expected shape.
-
-    Raises:
-        WeightSyncError: another name, shape or dtype, too few parameters or too many.
-    """
+    """Yield `weights`, and check that each is the next expected parameter, of the expected shape. Raises
+    `WeightSyncError` if a name, shape or dtype differs, or parameters are missing or surplus."""
     for parameter, shape in expected:
         name, tensor = next(weights, (None, None))
         if name is None or tensor is None:
@@ -111,7 +106,7 @@ def check_announced(
 
 @contextmanager
 def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Exhaust `weights` at the end in any case, as other ranks may gather the same parameters with this one."""
+    """Exhaust `weights` at the end in any case, because other ranks may gather the parameters with this rank."""
     iterator = iter(weights)
     try:
         yield iterator

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CACHED_BYTES = 2 << 20
-"""Block size: surely still in a processor's cache after it was read, and so large that the loop costs nothing."""
+"""Block size. A block is still in the processor's cache after a read, and the cost of the loop does not matter."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -25,9 +25,9 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: int = CACHED_BYTES) -> str:
-    """Copy a tensor to a contiguous one of the same shape and dtype, both in host memory; return its `checksum`.
+    """Copy a tensor to a contiguous tensor of the same shape and dtype, both in host memory, and return its `checksum`.
 
-    This is quicker than both one after the other: each block is copied while it is in the processor's cache.
+    This is faster than a copy and then a checksum, because each block is copied while it is in the processor's cache.
     """
     import torch
     import xxhash
@@ -43,11 +43,8 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: 
 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
-    """Compare checksums of sent and arrived parameters.
-
-    Raises:
-        WeightSyncError: naming each parameter that is missing, unexpected or differs.
-    """
+    """Compare checksums of sent and arrived parameters. Raises `WeightSyncError` if a parameter is missing, unexpected
+    or different; the message names each."""
     missing = [name for name in sent if name not in arrived]
     unexpected = [name for name in arrived if name not in sent]
     differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]
@@ -65,12 +62,12 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
 
 
 def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
-    """Compare a replica's reported state with the weights that were sent.
+    """Compare the state that a replica reports with the weights that were sent.
 
-    Without checksums in its report, as its engine cannot read weights back, only the version counts.
+    If the report has no checksums, because the engine cannot read weights back, only the version is compared.
 
     Raises:
-        WeightSyncError: another version, or a parameter that is not served as it was sent.
+        WeightSyncError: the version differs, or a parameter is not served as it was sent.
     """
     if state.version != version:
         raise WeightSyncError(f"{where} was told to serve weight version {version} and says it serves {state.version}")

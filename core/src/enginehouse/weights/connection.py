@@ -1,6 +1,6 @@
 """Connects a trainer with replicas, and runs the stages of a weight update over the connection, each verified.
 
-`enginehouse.weights.sync` decides what follows a stage that fails.
+`enginehouse.weights.sync` decides what happens after a failed stage.
 """
 
 from __future__ import annotations
@@ -34,25 +34,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
-"""Bounds of the controller's grace, a quarter of the workers' time limit. It waits so much longer than they do, as
-their errors say more than its time-out, and gives them so long to say that they gave up."""
+"""Bounds of the grace, which is a quarter of the workers' time limit. The controller waits this much longer than the
+workers, because their errors say more than its timeout. Workers also have this time to report an abort."""
 
 
 class WeightConnection:
     """Both ends of a weight transport, and the calls of them.
 
     Args:
-        transport: name of a weight transport, or `"module:Class"`.
-        bucket_bytes: most bytes to travel at once, but for larger parameters.
+        bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        lends: `TransferPlan.lends` of its plans.
 
     Attributes:
-        receivers: replicas of the present or the last connection.
-        plan: the transfer's plan; None without a connection.
+        receivers: replicas of the current or the last connection.
         nbytes: bytes of the weights, counted once.
-        in_flight: the calls of a transfer, of the trainer and of the replicas.
-        grace: seconds that the controller waits longer than the workers do.
+        in_flight: running calls of a transfer, of the trainer and of the replicas.
+        grace: seconds that the controller waits longer than the workers.
     """
 
     def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float, lends: bool = False):
@@ -68,8 +65,7 @@ class WeightConnection:
         """Plan the transfer and open both ends.
 
         Args:
-            receivers: the replicas.
-            transport: another transport than the connection's own.
+            transport: a transport to use instead of the connection's own.
 
         Raises:
             WeightSyncError: the two sides cannot reach each other by this transport.
@@ -94,21 +90,19 @@ class WeightConnection:
         """Close both ends, if they can be reached."""
         self.plan = None
         for group in (self.receivers, self.train):
-            if group is None:  # never connected
+            if group is None:
                 continue
             with suppress(ControllerError):
                 self.call_later(group, "close_weights", timeout=self.grace).result()
 
-    # Stages
-
     def begin_transfer(self, version: int, pause: PauseMode) -> None:
-        """Let replicas pause and receive, and the trainer send."""
+        """Start to receive on paused replicas, and to send on the trainer."""
         receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
         self.in_flight = (receiving,)
         self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
 
     def await_transfer(self) -> Mapping[str, str]:
-        """Wait for the transfer, compare bytes, and return each parameter's checksum."""
+        """Wait for the transfer, compare checksums, and return the checksum of each parameter."""
         sending, receiving = self.in_flight
         arrived = await_both(receiving, sending)
         sent: dict[str, str] = {}
@@ -124,7 +118,7 @@ class WeightConnection:
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch replicas to the new version and verify it; return True if one of them cannot be read back."""
+        """Switch replicas to the new version and verify it. Return True if a replica cannot be read back."""
         states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
@@ -132,10 +126,10 @@ class WeightConnection:
         return any(state is not None and not state.checksums for state in states)
 
     def abort(self, version: int) -> WorkerError | None:
-        """Make both sides give up `version`; failures of this are logged.
+        """Make both sides abort `version`. Failures of the abort are logged.
 
         Returns:
-            The first error of a worker that does not answer any more, not even that it gave up.
+            The first error of a worker that died or did not answer the abort; None if all answered.
         """
         silent: WorkerError | None = None
         outstanding: list[Future | Gathered] = list(self.in_flight)
@@ -144,7 +138,7 @@ class WeightConnection:
                 continue
             try:
                 outstanding.append(self.call_later(group, "abort_weights", version, timeout=self.grace))
-            except GroupClosed as error:  # what broke the group is what the update's error says
+            except GroupClosed as error:  # the update's error has the cause
                 log.info("while weight update %d was aborted: %s", version, error)
             except ControllerError as error:
                 log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
@@ -158,25 +152,22 @@ class WeightConnection:
                     silent = error
         return silent
 
-    # Calls
-
     def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call members without waiting; `timeout` is by default that of a stage."""
+        """Call members without waiting. The default `timeout` is that of a stage."""
         return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
 
     def call_remaining(self, method: str, *args: Any) -> Future | Gathered:
-        """Call the receivers without waiting; the result of a lost replica is None."""
+        """Call the receivers without waiting. The result of a lost replica is None."""
         return self.connected.call(method, *args, timeout=self.timeout + self.grace, leave_out_lost=True)
 
     @property
     def connected(self) -> Members:
-        """The replicas of the connection."""
         assert self.receivers is not None
         return self.receivers
 
 
 def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
-    """Return the result of `waited` once both have ended; if either fails, raise the error that caused it."""
+    """Return the result of `waited` once both calls have ended. If either fails, raise the error that caused it."""
 
     def look(timeout: float | None) -> None:
         for future, counterpart in ((waited, other), (other, waited)):
@@ -195,7 +186,7 @@ def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
 
 
 def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
-    """Return `error`, unless it only says that the update was aborted and `other` knows why."""
+    """Return `error`, unless it only reports an abort and `other` has the cause."""
     if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
         return error
     try:
@@ -208,7 +199,7 @@ def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
 
 
 def explain(error: Exception, what: str) -> WeightSyncError:
-    """Return a `WeightSyncError` with the text and the parameters of the error's cause."""
+    """Return a `WeightSyncError` with the text and parameters of the error's cause."""
     cause = error.cause if isinstance(error, RemoteError) and error.cause is not None else error
     if isinstance(error, WeightSyncError):
         return error

@@ -1,4 +1,4 @@
-"""Checks that replicas compute with the weights they serve: they and the trainer score a few fixed sequences."""
+"""Checks that replicas compute with the weights that they serve. They and the trainer score a few fixed sequences."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ class EffectCheck:
     """Compares scores of the probe over updates.
 
     Args:
-        every: checks the first update since a connection, the first that changes weights, and then every such number
-            of updates; with replicas that cannot be read back, every update that changes weights; 0 checks none.
+        every: number of updates between checks. The first update of a connection and the first that changes weights are
+            checked too. With replicas that cannot be read back, every update that changes weights is checked. 0
+            disables all checks.
         tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences; sequences of less than two tokens are left out.
+        probe: token sequences. Sequences of less than two tokens are left out.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
         self.every, self._tolerance = every, tolerance
         self.probe = [list(sequence) for sequence in probe if len(sequence) > 1]
-        # Scores and checksums: of each replica (and a role's first) when it last took weights, and at the last check.
+        # Scores and checksums of each replica (and of a role's first), when it last took weights and at the last check.
         self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
         self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
-        self._least_taken: dict[Member, float] = {}  # the least share of a change that each has shown
+        self._least_taken: dict[Member, float] = {}  # by replica
         self.begin_connection()
 
     @property
     def least_taken(self) -> float | None:
-        """Least share of a change that any replica has shown; None before one was judged."""
+        """Least fraction of a change that any replica has shown; None before a replica was judged."""
         return min(self._least_taken.values(), default=None)
 
     def begin_connection(self) -> None:
-        """Check the first update from now on."""
+        """Check the next update."""
         self._updates, self._change_seen = 0, False
 
     def note_update(self, changed: bool, checked: bool) -> None:
-        """Count an update that succeeded; `changed` as in `is_due`."""
+        """Count a successful update; `changed` as in `is_due`."""
         self._updates += 1
         self._change_seen = self._change_seen or (changed and checked)
 
     def is_due(self, changed: bool, blind: bool) -> bool:
-        """Return True if an update's effect is to be checked.
+        """Return True if an update's effect must be checked.
 
         Args:
-            changed: True if it brings other weights than those that are served.
-            blind: True if a replica cannot be read back.
+            changed: True if the update's weights differ from the served weights.
         """
         if not (self.every and self.probe):
             return False
@@ -73,15 +73,14 @@ class EffectCheck:
         scored: Sequence[Sequence[Sequence[float]] | None],
         rounding: float,
     ) -> tuple[float, float | None]:
-        """Compare logprobs of replicas that serve a version, of the checksums `sums`, with the trainer's.
+        """Compare the trainer's logprobs with those of replicas that serve a version, whose checksums are `sums`.
 
         Args:
             expected: the trainer's logprobs of the probe.
-            scored: each replica's logprobs; None: it was lost.
-            rounding: see `share_taken`.
+            scored: each replica's logprobs; None for a lost replica.
 
         Returns:
-            The largest mean difference of a replica, and the least share taken by one.
+            The largest mean difference of a replica, and the least fraction taken by a replica.
 
         Raises:
             WeightSyncError: a replica computes with other weights.
@@ -108,8 +107,9 @@ class EffectCheck:
     ) -> float | None:
         """Return the `share_taken` of a replica since it last took weights.
 
-        A restarted replica is compared with the scores of the first update, whose weights it was started with. Scores
-        of the same checksums `sums` are not compared: a trainer that is not reproducible moves without a change.
+        A restarted replica is compared with the scores of the first update, because it started with those weights.
+        Scores of the same checksums `sums` are not compared, because a trainer that is not reproducible moves without a
+        change.
         """
         role, key = replicas.name, replicas.members[place]
         agreed = self._agreed.get(key) or self._agreed.get(role)

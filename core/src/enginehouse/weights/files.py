@@ -1,4 +1,4 @@
-"""Compares weights that replicas serve with the files they loaded, in runs without a trainer."""
+"""Compares the weights that replicas serve with the files that they loaded, in runs without a trainer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class FileComparison:
     """Result of a comparison.
 
     Attributes:
-        compared: number of served tensors that the files have too.
-        served: number of tensors that a replica serves.
-        checksum: checksum of the checksums of all served tensors; empty if nothing was compared.
+        compared: number of served tensors that are also in the files.
+        checksum: checksum of the checksums of all served tensors; empty if there are none.
     """
 
     compared: int
@@ -29,10 +28,10 @@ class FileComparison:
 def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: str, where: str) -> FileComparison:
     """Compare the reported states of replicas with a model's safetensors.
 
-    A tensor may be served in the dtype of the file, in that of the model, or in float32, which some layers keep.
+    A tensor may be served in the dtype of the file, in the dtype of the model, or in float32, which some layers keep.
 
     Raises:
-        WeightSyncError: naming the replica, and the tensors that it does not serve as the files have them.
+        WeightSyncError: a replica serves tensors that differ from the files; the message names both.
     """
     import torch
     import xxhash

@@ -1,4 +1,4 @@
-"""The form of a model's weights, without values: for engines that load models themselves and cannot be asked."""
+"""The form of a model's weights without values, for engines that load models themselves and cannot report it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelForm:
 
     Attributes:
         parameters: shape and dtype by Hugging Face name.
-        tied: further names of parameters that are listed under another.
+        tied: further names of parameters that are listed under another name.
     """
 
     parameters: Mapping[str, tuple[tuple[int, ...], str]]
@@ -30,7 +30,7 @@ class ModelForm:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> ModelForm:
-        """Return the form of weights that are here."""
+        """Return the form of tensors."""
         forms = {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
         }
@@ -38,10 +38,10 @@ class ModelForm:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelForm:
-        """Find the form of a model's weights by transformers, on the meta device.
+        """Find the form of a model's weights with transformers, on the meta device.
 
         Raises:
-            ModelError: transformers does not know the model.
+            ModelError: if transformers does not know the model, or its files lack weights.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 

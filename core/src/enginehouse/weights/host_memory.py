@@ -1,4 +1,4 @@
-"""Host memory that several processes map, without a name that could be left over."""
+"""Host memory that several processes map. It has no name in the file system, so it is never left over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 
 CGROUPS = Path("/sys/fs/cgroup")
-"""Directory of Linux's memory limits of containers (cgroups, version 2)."""
+"""Directory of Linux's memory limits for containers (cgroups, version 2)."""
 
 
 class AnonymousMemory:
@@ -21,13 +21,12 @@ class AnonymousMemory:
     It counts as memory, not as space of `/dev/shm`, and disappears with the last process that maps it.
 
     Attributes:
-        descriptor: its file descriptor in this process.
-        memory: the mapped bytes, writable. They live as long as anything refers to them.
-        path: path by which other processes open it, as long as this object lives.
+        memory: the mapped bytes, writable. They live as long as an object refers to them.
+        path: path by which other processes open the memory, while this object lives.
     """
 
     def __init__(self, descriptor: int):
-        self.descriptor = descriptor  # closed with this object, also if the next line fails
+        self.descriptor = descriptor  # closed by `__del__`, even if the next line fails
         self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
 
@@ -36,12 +35,12 @@ class AnonymousMemory:
         """Allocate zeroed memory.
 
         Args:
-            label: name by which `attach` knows the memory.
-            size: bytes; at least 1 is taken.
-            purpose: completes "this much memory is needed ..." in the error.
+            label: label that `attach` checks.
+            size: bytes; at least 1 is allocated.
+            purpose: end of the sentence "this much memory is needed ..." in the error.
 
         Raises:
-            WeightSyncError: there is not as much free memory, or this system has no such memory.
+            WeightSyncError: there is not enough free memory, or this system has no such memory.
         """
         if not hasattr(os, "memfd_create"):
             raise WeightSyncError("weights are shared between processes by memfd_create, which only Linux has")
@@ -61,11 +60,8 @@ class AnonymousMemory:
 
     @classmethod
     def attach(cls, path: str, label: str) -> AnonymousMemory:
-        """Map another process's memory; it stays when that process ends.
-
-        Raises:
-            OSError: it no longer exists, belongs to another user, or has another label.
-        """
+        """Map another process's memory, which stays mapped when that process ends. Raises `OSError` if the memory no
+        longer exists, belongs to another user, or has another label."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         if target != f"/memfd:{label} (deleted)":
@@ -75,11 +71,10 @@ class AnonymousMemory:
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
         return len(self.memory)
 
     def close(self) -> None:
-        """Close the descriptor; the memory itself goes with the last tensor that views it."""
+        """Close the descriptor. The memory itself is freed with the last tensor that views it."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -90,11 +85,8 @@ class AnonymousMemory:
 
 
 def map_privately(path: str) -> mmap.mmap:
-    """Map another process's memory so that writes here stay here; a page is copied when it is written.
-
-    Raises:
-        OSError: it no longer exists, or belongs to another user.
-    """
+    """Map another process's memory privately. A page is copied when this process writes it. Raises `OSError` if the
+    memory no longer exists, or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
@@ -103,7 +95,7 @@ def map_privately(path: str) -> mmap.mmap:
 
 
 def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
-    """Lay parameters one after the other; return each one's first byte, by name, and the bytes of all."""
+    """Place parameters one after the other. Return the first byte of each by name, and the bytes of all."""
     offsets = {}
     end = 0
     for parameter in parameters:
@@ -113,7 +105,7 @@ def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process can still take: those free on this host, or less by a container's limit."""
+    """Return the bytes that this process can still allocate on the host, or within its container's limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -121,7 +113,7 @@ def free_bytes() -> int:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         cgroup = CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
         for group in (cgroup, *cgroup.parents):
-            with suppress(OSError, ValueError):  # none here, or "max"
+            with suppress(OSError, ValueError):  # no such file, or "max"
                 limit = int((group / "memory.max").read_text())
                 used = int((group / "memory.current").read_text())
                 stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

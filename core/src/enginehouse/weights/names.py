@@ -1,4 +1,4 @@
-"""Names a model's tensors as its Hugging Face checkpoint does, tied ones once."""
+"""Names a model's tensors as its Hugging Face checkpoint does, with tied tensors once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return a detached state dict with tied parameters once, under the first name in `preferred`, or the first."""
+    """Return a detached state dict with tied parameters once, under the first name in `preferred`, or else the
+    first."""
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 
 
 def tied_names(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Return the further names of tied parameters, under which `unique_state` does not list them."""
+    """Return the further names of tied parameters, which `unique_state` leaves out."""
     named = list(model.named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}
     for name, parameter in named:
@@ -37,9 +38,9 @@ class Target:
     """The place of a stored tensor in a model.
 
     Attributes:
-        name: name of the model's tensor that it is, or is a part of; if the model has none, the name it would have.
+        name: name of the model's tensor that contains it; if the model has none, the name that it would have.
         is_read: True if the model has a tensor of that name.
-        is_whole: True if it is that tensor as it is.
+        is_whole: True if the stored tensor is the model's tensor, unchanged.
     """
 
     name: str
@@ -48,12 +49,13 @@ class Target:
 
 
 def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
-    """Find each stored tensor's place as transformers does when it loads a model, by the class's mapping of names.
+    """Find each stored tensor's place by the class's mapping of names, as transformers does when it loads a model.
 
-    A model that transformers did not load is told which parts of the mapping were used, to give all names back.
+    If transformers did not load the model, this stores the used parts of the mapping in it, so that a save restores all
+    names.
 
     Args:
-        model: model on any device, the meta device included.
+        model: model on any device, also on the meta device.
         stored: names in the checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -76,15 +78,15 @@ def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Targ
 
 INDEX = "model.safetensors.index.json"
 _GIT_LFS, _LONGEST_POINTER = b"version https://git-lfs", 1024
-"""The beginning of a pointer of Git LFS, and bytes that none has."""
+"""Beginning of a pointer file of Git LFS, and a size in bytes that every pointer is below."""
 
 
 def weight_files(path: Path) -> list[Path]:
     """List the safetensors files of a model directory that transformers reads.
 
     Returns:
-        `model.safetensors`, else the files that the index names, else all: a directory may hold the same weights once
-        more, under other names.
+        `model.safetensors`, else the files that the index names, else all. Other files may hold the same weights again,
+        under other names.
     """
     if (single_file := path / "model.safetensors").is_file():
         return [single_file]
@@ -97,7 +99,7 @@ def stored_names(path: Path) -> frozenset[str]:
     """Return the names of the tensors in a directory's safetensors files; empty if there are none.
 
     Raises:
-        ModelError: a file is damaged.
+        ModelError: if a file is damaged.
     """
     files = weight_files(path)
     if (path / INDEX).is_file() and path / "model.safetensors" not in files:
@@ -110,11 +112,8 @@ def stored_names(path: Path) -> frozenset[str]:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a directory's safetensors files from their headers, by name.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
+    """Read the shapes of the tensors in a directory's safetensors files from the headers, by name. Raises `ModelError`
+    if a file is damaged."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
         with _open_weights(file) as tensors:
@@ -123,11 +122,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _open_weights(file: Path) -> Any:
-    """Open a safetensors file, of which only the header is read.
-
-    Raises:
-        ModelError: it is damaged, or cannot be read.
-    """
+    """Open a safetensors file, and read only its header. Raise a `ModelError` if it is damaged or unreadable."""
     from safetensors import SafetensorError, safe_open
 
     try:

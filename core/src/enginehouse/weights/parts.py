@@ -1,4 +1,4 @@
-"""Computes which part of a parameter a rank holds, by the rule of `ParamMeta`."""
+"""Computes the part of a parameter that a rank holds, by the rule of `ParamMeta`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import Iterable
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 
 Region = tuple[tuple[int, int], ...]
-"""A part of a tensor: for each dimension, the first index and the one after the last."""
+"""A part of a tensor: for each dimension, the first index and the index after the last."""
 
 
 def check_layout(parameter: ParamMeta, ranks: int) -> None:
-    """Check that metadata describe a layout over this many ranks.
-
-    Raises:
-        WeightSyncError: owners that are no ranks or named twice, a mesh of another size than there are owners, or
-            placements that are not one for each axis, `"R"` or `"S"` with a dimension the parameter has.
-    """
+    """Check that metadata describe a layout over `ranks` ranks. Raises `WeightSyncError` if an owner is no rank or is
+    named twice, the mesh size differs from the number of owners, or the placements are not one for each axis, `"R"` or
+    `"S"` with a dimension of the parameter."""
     owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
     dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}
     if not set(owners) <= set(range(ranks)) or len(set(owners)) < len(owners):
@@ -32,7 +29,7 @@ def check_layout(parameter: ParamMeta, ranks: int) -> None:
 
 
 def held_by(parameter: ParamMeta, rank: int) -> Region | None:
-    """Return the part of a parameter that a rank holds, by the rule of `ParamMeta`; None if it is no owner."""
+    """Return the part of a parameter that a rank holds, by the rule of `ParamMeta`; None if the rank is no owner."""
     bounds = [(0, length) for length in parameter.shape]
     if not parameter.owners:
         return tuple(bounds)
@@ -51,16 +48,15 @@ def held_by(parameter: ParamMeta, rank: int) -> Region | None:
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of a part."""
     return tuple(end - begin for begin, end in region)
 
 
 def as_slices(region: Region) -> tuple[slice, ...]:
-    """Return a part as an index of the whole tensor."""
+    """Return a part as an index into the whole tensor."""
     return tuple(slice(begin, end) for begin, end in region)
 
 
 def parts_of(parameters: Iterable[ParamMeta], rank: int) -> list[tuple[ParamMeta, Region]]:
-    """Return the parameters that a rank is an owner of, in order, each with its part."""
+    """Return the parameters that a rank owns, in order, each with its part."""
     parts = ((parameter, held_by(parameter, rank)) for parameter in parameters)
     return [(parameter, region) for parameter, region in parts if region is not None]

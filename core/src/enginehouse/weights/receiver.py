@@ -1,4 +1,4 @@
-"""A rollout replica's end of a verified weight update, for any engine and transport."""
+"""The replica's end of a verified weight update, for any engine and transport."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ T = TypeVar("T")
 
 
 class WeightReceiver:
-    """Takes weights from a transport into an engine, which serves the old ones until it is told to switch.
+    """Moves weights from a transport into an engine, which serves the old weights until `commit`.
 
-    All methods run on the engine's event loop; a transport's waits run in `thread`. A paused engine scores nothing, so
-    it is resumed before it is verified, and continues the requests inside it; their results are kept back
+    All methods run on the engine's event loop, and a transport's waits run in `thread`. A paused engine scores no
+    prompts, so it resumes before the verification and continues its requests. Their results are held back
     (`is_unverified`).
 
     Args:
-        engine: a launched rollout engine.
-        where: names the replica in messages.
-        thread: executor with one thread, so that a session is always used by the same.
+        thread: executor with one thread, so that one thread uses a session.
 
     Attributes:
         serving: set while requests may be answered; clear from an update's pause to the end of its verification.
-        version: the last version that was verified.
     """
 
     def __init__(self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor):
@@ -50,33 +47,29 @@ class WeightReceiver:
         self._thread = thread
         self._plan: TransferPlan | None = None
         self._session: TransportSession | None = None
-        self._busy = asyncio.Lock()  # one step of an update at a time
-        self._staged: WeightState | None = None  # received and not committed, with the checksums at arrival
-        self._committed: int | None = None  # version committed and not yet verified
-        self._unverified: set[int] = set()  # versions committed and not, or never, verified
+        self._busy = asyncio.Lock()
+        self._staged: WeightState | None = None  # received but not committed, with checksums at arrival
+        self._committed: int | None = None  # committed but not yet verified version
+        self._unverified: set[int] = set()  # committed versions that were not verified
         self._aborted = -1
         self.version = 0
         self.serving = asyncio.Event()
         self.serving.set()
 
     def connect(self, plan: TransferPlan, session: TransportSession) -> None:
-        """Use `session` for further updates; an aborted version may come again by it."""
+        """Use `session` for further updates. It may repeat an aborted version."""
         self.close()
         self._aborted = -1
         self._plan, self._session = plan, session
 
     def close(self) -> None:
-        """Close the session, if there is one."""
         session, self._session, self._plan = self._session, None, None
         if session is not None:
             session.close()
 
     async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
-        """Pause the engine, stage `version`, and return the checksums at arrival.
-
-        Raises:
-            WeightSyncError: it did not arrive whole; the engine has resumed the old version.
-        """
+        """Pause the engine, stage `version`, and return the checksums at arrival. Raises `WeightSyncError` if the
+        version did not arrive completely; the engine then has resumed with the old version."""
         async with self._busy:
             plan, session = self._plan, self._session
             if plan is None or session is None:
@@ -103,7 +96,7 @@ class WeightReceiver:
         await self._engine.pause(pause)
         await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))
         sums: dict[str, str] = {}
-        sent: dict[str, str] = {}  # under the names by which it left
+        sent: dict[str, str] = {}  # by the senders' names
 
         def take() -> WeightChunk | None:
             chunk = next(chunks, None)
@@ -127,11 +120,11 @@ class WeightReceiver:
     async def commit(self, version: int) -> WeightState:
         """Let the engine switch to the staged version, and return the state that it reports.
 
-        The engine resumes, to be verified; `serving` stays clear until `serve`.
+        The engine resumes for the verification. `serving` stays clear until `serve`.
 
         Raises:
-            WeightSyncError: another version, or none, was received; the engine refused, and still has the old
-                version; or it does not serve the weights that arrived, and stays paused.
+            WeightSyncError: this version is not staged; the engine failed to switch, and still has the old version; or
+                it does not serve the weights that arrived, and stays paused.
         """
         async with self._busy:
             staged = self._staged
@@ -147,11 +140,8 @@ class WeightReceiver:
             return state
 
     def serve(self, version: int) -> None:
-        """Answer requests with `version`, which was committed.
-
-        Raises:
-            WeightSyncError: it was not committed, or is served already.
-        """
+        """Answer requests with the committed `version`. Raises `WeightSyncError` if the version was not committed, or
+        is served already."""
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
         self._committed, self.version = None, version
@@ -159,10 +149,8 @@ class WeightReceiver:
         self.serving.set()
 
     async def is_unverified(self, result: GenerateResult) -> bool:
-        """Return True if a result holds tokens of unverified weights, so that it must not be handed out.
-
-        Waits while those weights may still be verified: until requests are answered again.
-        """
+        """Return True if a result has tokens of unverified weights, so that it must not be returned. If those weights
+        may still be verified, wait until requests are answered again."""
         if self._has_unverified(result):
             await self.serving.wait()
         return self._has_unverified(result)
@@ -175,10 +163,8 @@ class WeightReceiver:
         )
 
     async def abort(self, version: int) -> None:
-        """Give up the update to `version`, before or while it is received, and serve the old version again.
-
-        After a commit there is no way back: `serving` stays clear, so that no result is of unverified weights.
-        """
+        """Abort the update to `version`, before or while it is received, and serve the old version again. A commit
+        cannot be undone. After it, `serving` stays clear, so that no result is from unverified weights."""
         self._aborted = max(self._aborted, version)
         if self._session is not None:
             self._session.abort(version)
@@ -187,12 +173,12 @@ class WeightReceiver:
                 await self._give_up()
 
     async def _give_up(self) -> None:
-        """Go back to the served version. A failure of this is logged: the error before it says more."""
+        """Return to the served version. An error of this is logged, because the earlier error says more."""
         self._staged = None
         try:
             await self._engine.abort_weight_update()
             await self._engine.resume()
         except Exception:
-            log.exception("%s could not go back to the weights it had", self._where)
-        if self._committed is None:  # else its weights, of an update before this one, were never verified
+            log.exception("%s could not return to its old weights", self._where)
+        if self._committed is None:  # else an earlier update was never verified
             self.serving.set()

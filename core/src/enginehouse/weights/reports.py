@@ -1,6 +1,6 @@
-"""Reports of an engine's own processes to their worker, on steps of a weight update.
+"""Reports of an engine's own processes to their worker, about steps of a weight update.
 
-They go through shared memory, as an exception in an engine's process may end it, or leave other ranks' answers unread.
+They use shared memory, because an exception in an engine's process may end it, or leave answers of other ranks unread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enginehouse.weights.host_memory import AnonymousMemory
 
 LABEL = "enginehouse-reports"
 PAGE = 1 << 14
-"""Bytes that each rank may write."""
+"""Number of bytes for each rank."""
 
 _LENGTH = 4
 
@@ -29,29 +29,24 @@ class Reports:
         self.path = self._pages.path
 
     def clear(self) -> None:
-        """Clear all pages for new reports."""
         for rank in range(self._ranks):
             self._pages.memory[rank * PAGE : rank * PAGE + _LENGTH] = bytes(_LENGTH)
 
     def check(self, where: str, doing: str) -> None:
-        """Check the reports of all ranks.
-
-        Raises:
-            WeightSyncError: a rank failed, or reported nothing.
-        """
+        """Check the reports of all ranks. Raises `WeightSyncError` if a rank failed, or reported nothing."""
         for rank in range(self._ranks):
             begin = rank * PAGE
             length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
             sender = f"{where}: {self._engine}" + (f" rank {rank}" if self._ranks > 1 else "")
             if not length:
-                raise WeightSyncError(f"{sender} did not {doing}: it says nothing")
+                raise WeightSyncError(f"{sender} did not {doing}: it reported nothing")
             report = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])
             if report is not None:
                 raise WeightSyncError(f"{sender} could not {doing}: {report['error']}", report["parameters"])
 
 
 class Reporter:
-    """A rank's end, of the `path` of `Reports`."""
+    """A rank's end, from the `path` of `Reports`."""
 
     def __init__(self, path: str, rank: int):
         self._memory = AnonymousMemory.attach(path, LABEL).memory

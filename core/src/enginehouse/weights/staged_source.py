@@ -17,10 +17,10 @@ from enginehouse.weights.host_memory import map_privately
 
 
 class StagedSource:
-    """Iterates over a version's names and tensors. Tensors in memory are views of it until `close`.
+    """Yields a version's names and tensors. Tensors in memory are views until `close`.
 
     Args:
-        parameters: entries of `Version.source`: name, dtype, shape, path of the memory, first byte there, checksum.
+        parameters: entries of `Version.source`: name, dtype, shape, path of the memory, first byte, checksum.
         directory: model directory with safetensors to read instead.
 
     Raises:
@@ -39,11 +39,8 @@ class StagedSource:
             yield name, _view_tensor(self._memories[path], dtype, shape, begin)
 
     def check(self) -> None:
-        """Check that all parameters are as they were staged.
-
-        Raises:
-            WeightSyncError: naming each parameter that is not.
-        """
+        """Check that all parameters are as they were staged. Raises `WeightSyncError` if a parameter differs; the
+        message names each."""
         if self._directory:
             return
         pairs = zip(self, self._parameters, strict=True)
@@ -52,18 +49,15 @@ class StagedSource:
             raise WeightSyncError(f"{listed(wrong)} did not reach it as it was staged", wrong)
 
     def close(self) -> None:
-        """Unmap the memory.
-
-        Raises:
-            WeightSyncError: the engine kept tensors that view it, which a later version would overwrite.
-        """
+        """Unmap the memory. Raises `WeightSyncError` if the engine kept tensors that view the memory, which a later
+        version would overwrite."""
         memories, self._memories, self._parameters = self._memories, {}, ()
         for memory in memories.values():
             _release(memory)
 
 
 def _view_tensor(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
-    """Return a tensor that views memory from its byte `begin` on."""
+    """Return a tensor that views memory at its byte `begin`."""
     kind = getattr(torch, dtype)
     count = torch.Size(shape).numel()
     if not count:

@@ -1,4 +1,4 @@
-"""Checks a new version of the weights as it is staged beside the served one, and before it is served."""
+"""Stages a new version of the weights beside the served version, and checks it before it is served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StagedVersion(Protocol):
     """A version of which some parameters have arrived.
 
     Attributes:
-        number: the version's number.
+        number: number of the version.
         parameters: names of the announced parameters.
         arrived: names of the parameters that have arrived.
     """
@@ -33,7 +33,7 @@ class StagedVersion(Protocol):
     def arrived(self) -> Container[str]: ...
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
-        """Keep a parameter's tensor; checksum and memory are those of its `WeightChunk`."""
+        """Keep a parameter's tensor. Checksum and memory are those of its `WeightChunk`."""
         ...
 
 
@@ -41,13 +41,13 @@ V = TypeVar("V", bound=StagedVersion)
 
 
 class StagedUpdate(ABC, Generic[V]):
-    """The steps of an update up to its switch. An update that fails leaves the served weights as they are.
+    """The steps of an update before the switch. A failed update does not change the served weights.
 
     Args:
-        where: names this replica in messages.
+        where: name of this replica in messages.
 
     Attributes:
-        version: the version served.
+        version: the served version.
     """
 
     def __init__(self, where: str):
@@ -61,13 +61,13 @@ class StagedUpdate(ABC, Generic[V]):
 
     @abstractmethod
     def _begun(self, update: WeightUpdate) -> V:
-        """Return a version of which nothing has arrived yet."""
+        """Return a new version, without arrived parameters."""
 
     def start(self, update: WeightUpdate) -> None:
-        """Prepare to stage `update`, and drop an earlier, unfinished one.
+        """Prepare to stage `update`, and drop an earlier unfinished update.
 
         Raises:
-            WeightSyncError: the version is not newer, or a parameter is not one of the model's.
+            WeightSyncError: if the version is not newer, or the model does not have a parameter.
         """
         self.discard()
         if update.version <= self.version:
@@ -80,9 +80,10 @@ class StagedUpdate(ABC, Generic[V]):
         """Keep a chunk's tensors beside the served tensors.
 
         Raises:
-            WeightSyncError: no update was started; unknown name, wrong shape or dtype; there is not enough memory.
+            WeightSyncError: if no update was started, a name is unknown, a shape or dtype is wrong, or memory is too
+                small.
         """
-        staged = self._staged  # not that of an update started while this one is being given up
+        staged = self._staged  # kept in a local, because a new update may start during an abort
         if staged is None:
             raise WeightSyncError(f"{self._where} was sent weights, but no weight update was started")
         for name, tensor in chunk.tensors:
@@ -95,7 +96,7 @@ class StagedUpdate(ABC, Generic[V]):
         """Return the staged version.
 
         Raises:
-            WeightSyncError: another version, or none, was started, or a parameter is missing. Staged tensors are kept
+            WeightSyncError: if another version or none was started, or a parameter is missing. Staged tensors are kept
                 until `discard` or another `start`.
         """
         staged = self._staged
@@ -112,7 +113,7 @@ class StagedUpdate(ABC, Generic[V]):
         return staged
 
     def discard(self) -> None:
-        """Drop the staged tensors. Their memory is not used again, as a thread may still be staging."""
+        """Drop the staged tensors. Their memory is not used again, because a thread may still be staging."""
         self._staged = None
 
     def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:

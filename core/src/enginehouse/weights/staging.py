@@ -1,7 +1,7 @@
-"""Stages a version of the weights in this host's memory, beside the served one, for engines in other processes.
+"""Stages a version of the weights in this host's memory, beside the served version, for engines in other processes.
 
-Such an engine maps the memory and loads a version whole, by its plugin's code. This module checks a version before it
-is loaded, and gives its memory back.
+Such an engine maps the memory and loads a version completely, by its plugin's code. This module checks a version before
+the engine loads it, and releases its memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from enginehouse.weights.staged_update import StagedUpdate
 
 
 class WeightsLost(WeightSyncError):
-    """An update failed and the version before it could not be brought back, so the replica must be restarted."""
+    """An update failed and the previous version could not be restored, so the replica must be restarted."""
 
 
 class Version:
-    """A version of the weights in this host's memory: the transport's own if it can be held, else a copy.
+    """A version of the weights in this host's memory: the transport's own memory if it can be held, else a copy.
 
     Args:
         spare: unused memory, for a copy.
 
     Attributes:
-        arrived: the entry of `source` of each parameter that has arrived, by name.
-        copy: memory of this process, once something had to be copied.
+        arrived: the entry in `source` of each parameter that has arrived, by name.
+        copy: memory of this process with the copied parameters; None before the first copy.
     """
 
     def __init__(self, number: int, parameters: Sequence[ParamMeta], spare: AnonymousMemory | None = None):
@@ -45,17 +45,13 @@ class Version:
         self._held: list[HostMemory] = []
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
-        """Hold or copy a parameter's tensor.
-
-        Raises:
-            WeightSyncError: there is not enough memory for a copy.
-        """
+        """Hold or copy a parameter's tensor. Raises `WeightSyncError` if there is not enough memory for a copy."""
         if memory is None:
             path, begin = self._copy(name, tensor), self._offsets[name]
         else:
             self._spare = None
             if all(memory is not held for held in self._held):
-                self._held.append(memory)  # before it is held: `release` may come at any time
+                self._held.append(memory)  # before `hold`, because `release` may come at any time
                 memory.hold()
             path, begin = memory.path, memory.offsets[name]
         meta = self.parameters[name]
@@ -76,17 +72,17 @@ class Version:
         return copy.path
 
     def release(self) -> None:
-        """Release all memory of the transport."""
+        """Release all held memory of the transport."""
         for memory in self._held:
             memory.release()
 
     def source(self) -> dict[str, Any]:
-        """Return, as plain data, each parameter's name, dtype, shape, path, first byte there and checksum."""
+        """Return each parameter's name, dtype, shape, path, first byte and checksum as plain data."""
         return {"parameters": list(self.arrived.values())}
 
 
 class StagedWeights(StagedUpdate[Version]):
-    """Keeps two versions in this host's memory: the staged one and, to go back to, the served one.
+    """Keeps two versions in this host's memory: the staged version, and the served version for a failed update.
 
     Attributes:
         served: the served version; None: version 0, in the model's directory.
@@ -97,7 +93,7 @@ class StagedWeights(StagedUpdate[Version]):
         super().__init__(where)
         self._spec = spec
         self._form: ModelForm | None = None
-        self._spare: AnonymousMemory | None = None  # of a version that nobody needs any more
+        self._spare: AnonymousMemory | None = None  # memory of an old version
         self._loading: Version | None = None
         self._lost: str | None = None
         self.switching = asyncio.Lock()
@@ -105,22 +101,22 @@ class StagedWeights(StagedUpdate[Version]):
         self.is_lost = False
 
     def forget(self) -> None:
-        """Note that the engine has given up the memory of its weights."""
+        """Record that the engine has freed the memory of its weights."""
         self.discard()
         self.is_lost = True
 
     def check(self) -> None:
-        """Raise `WeightsLost` if there is no whole model to serve."""
+        """Raise `WeightsLost` if there is no complete model to serve."""
         if self._lost is not None:
             raise WeightsLost(self._lost)
 
     def lose(self, why: str, error: WeightSyncError) -> WeightsLost:
-        """Note that there is no whole model any more, so that `check` raises, and return the error."""
+        """Record that there is no complete model any more, so that `check` raises, and return the error."""
         self._lost = f"{why} This replica has no complete model and serves nothing; start it again."
         return WeightsLost(self._lost, error.parameters)
 
     def source(self) -> dict[str, Any]:
-        """Return, as plain data, where the engine's processes find the served version."""
+        """Return as plain data where the engine's processes find the served version."""
         return {"directory": self._spec.path} if self.served is None else self.served.source()
 
     def _begun(self, update: WeightUpdate) -> Version:
@@ -133,12 +129,12 @@ class StagedWeights(StagedUpdate[Version]):
         Args:
             version: the version that was started.
             switch: makes the engine serve a version, without anything computed from older weights. If it fails, it
-                makes the engine serve `served` again and raises `WeightSyncError`; or it calls `lose`.
+                makes the engine serve `served` again and raises `WeightSyncError`, or it calls `lose`.
 
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the engine could not
-                load it; the old version is served.
-            WeightsLost: the engine could not go back to the old version either: it must not serve.
+                load the version. The old version is served.
+            WeightsLost: the engine could not restore the old version either, and must not serve.
         """
         await asyncio.shield(asyncio.ensure_future(self._serve(version, switch)))
 
@@ -163,25 +159,22 @@ class StagedWeights(StagedUpdate[Version]):
                     self._spare = before.copy
             finally:
                 self._loading = None
-                if staged not in (self._staged, self.served):  # given up in the meantime
+                if staged not in (self._staged, self.served):  # discarded in the meantime
                     staged.release()
 
     def discard(self) -> None:
         """Drop the staged version, unless it is being committed."""
-        staged, self._staged = self._staged, None  # its copy is not used again: a thread may still be writing to it
+        staged, self._staged = self._staged, None  # its copy is not reused, because a thread may still write to it
         if staged is not None and staged is not self._loading:
             staged.release()
 
     def learn(self) -> None:
-        """Find the form of the weights, and check that the files hold all: engines load half a model silently.
-
-        Raises:
-            ModelError: the files lack a parameter, or transformers does not know the model.
-        """
+        """Find the form of the weights, and check that the files have all, because engines load half a model silently.
+        Raises `ModelError` if the files lack a parameter, or transformers does not know the model."""
         self._model_form()
 
     def _model_form(self) -> ModelForm:
-        """Return the form of the model's weights, after seconds the first time."""
+        """Return the form of the model's weights. The first call takes seconds."""
         if self._form is None:
             self._form = ModelForm.of(self._spec)
         return self._form

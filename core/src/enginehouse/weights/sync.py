@@ -1,23 +1,24 @@
-"""Brings the trainer's weights to rollout replicas, by any transport: verified, or not at all.
+"""Sends the trainer's weights to rollout replicas by any transport. An update is verified, or it fails.
 
     pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
 
-*Bytes*: each parameter's checksum before it left is compared with its checksum at arrival, before any replica lets go
-of the old version. If parameters leave in parts, from several ranks, the parts' checksums are compared, and the
-replicas' checksums of the whole parameters with each other.
-*Version*: each replica then reports its version and checksums; none answers a request with the new version before all
-have reported.
-*Effect*: each replica and the trainer score a few fixed token sequences, as some engines hold the right bytes and
-compute with others. The scores must agree to within a tolerance; and their changes since they last agreed must too
-(`enginehouse.weights.effect`), as a dropped update is far too small for any tolerance. Replicas that report checksums
-are checked at the first update, the first that changes weights, and every so often; replicas that cannot, at every
-update that changes weights.
+- *Bytes*: the checksum of each parameter before it left is compared with its checksum at arrival, before any replica
+  drops the old version. If several ranks send parts of parameters, the parts' checksums are compared, and also the
+  checksums of whole parameters between replicas.
+- *Version*: each replica then reports its version and checksums. No replica answers a request with the new version
+  before all have reported.
+- *Effect*: each replica and the trainer score a few fixed token sequences, because some engines hold the right bytes
+  but compute with others. The scores must agree within a tolerance. Their changes since the last agreement must agree
+  too (`enginehouse.weights.effect`), because a dropped update is far too small for any tolerance. Replicas that report
+  checksums are checked at the first update, at the first that changes weights, and every few updates. Other replicas
+  are checked at every update that changes weights.
 
-If replicas can be lost one by one (`Replicas`), a replica that dies is left out; if it lacked bytes, the update is sent
-again to the others. If all die, the first that comes back gets the update. A returned replica gets the version that is
-served (`catch_up`), or the next one. Replicas of another engine get the served version too (`serve_on`).
+If replicas can be lost separately (`Replicas`), an update leaves out a replica that dies. If the replica had not
+received all bytes, the update is sent again to the others. If all die, the first that returns gets the update. A
+returned replica gets the served version (`catch_up`) or the next version. Replicas of another engine get the served
+version too (`serve_on`).
 
-The worker methods called here are those of `enginehouse.roles.workers`; any worker class that has them will do.
+The called worker methods are those of `enginehouse.roles.workers`. Any worker class with these methods works.
 """
 
 from __future__ import annotations
@@ -47,20 +48,16 @@ log = logging.getLogger(__name__)
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go, such as those of `enginehouse.fleet.fleet`."""
+    """Rollout replicas that may be lost and return, such as those of `enginehouse.fleet.fleet`."""
 
     name: str
 
     def members(self) -> Members:
-        """Return the replicas that take weights now.
-
-        Raises:
-            ControllerError: there are none.
-        """
+        """Return the replicas that can receive weights now. Raises `ControllerError` if there are none."""
         ...
 
     def confirm(self, members: Members, version: int) -> None:
-        """Let `members`, without those lost since, answer with `version`, which they were verified to serve."""
+        """Let `members` that are not lost answer with `version`, which they were verified to serve."""
         ...
 
 
@@ -69,16 +66,14 @@ class SyncReport:
     """A verified update.
 
     Attributes:
-        version: the version that every replica serves now.
-        seconds: time from the first call until the last replica was verified; resumption is not waited for.
-        nbytes: bytes of the weights, counted once.
-        effect: mean absolute difference in nats of the replica that differs most; None if it was not checked.
-        taken: least share of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
+        seconds: time from the first call to the verification of the last replica, without the resumption.
+        effect: largest mean absolute difference of a replica, in nats; None if it was not checked.
+        taken: least fraction of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
             checked, or the change is still too small to be distinguished from rounding.
-        bytes_moved: bytes that the update brought to all replicas, if the transport says it.
-        bytes_minimum: least bytes that it could have brought, if the transport says it.
-        least_taken: the most of a change that a replica can have taken (`share_shown`): the least so far, of all
-            replicas and updates.
+        bytes_moved: bytes that the update sent to all replicas, if known.
+        bytes_minimum: least number of bytes for the update, if known.
+        least_taken: minimum, over all replicas and updates, of the largest fraction of a change that a replica can have
+            taken (`share_shown`).
     """
 
     version: int
@@ -93,26 +88,24 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A transfer that waits for the trainer, begun at the time `at` by `time.monotonic()`."""
+    """A transfer that waits for the trainer. It began at the time `at` of `time.monotonic()`."""
 
     version: int
     at: float
 
 
 class WeightSync:
-    """Brings a training group's weights to a rollout group.
+    """Sends a training group's weights to rollout replicas.
 
     Args:
         train: workers with the methods of `TrainWorker`.
         rollout: replicas of workers with the methods of `RolloutWorker`.
         transport: name of a weight transport, or `"module:Class"`.
-        bucket_bytes: most bytes to travel at once, but for larger parameters.
+        bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        effect_check_every: see `EffectCheck`, as for the next two.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences.
-        lends: True if nothing is generated while the trainer trains, so that it may lend its tensors to replicas in its
-            processes. Requests that come nevertheless are refused.
+        lends: True if no replica generates while the trainer trains, so that the trainer may lend its tensors to
+            replicas in its processes. Such replicas reject requests during training.
 
     Attributes:
         make_room: called before an update of all replicas, if both sides use the same devices.
@@ -142,17 +135,17 @@ class WeightSync:
         self._timeout = timeout
         self._trainer = threading.RLock()  # held while the trainer is used
         self._open = False  # between `connect` and `close`
-        self._tried = 0  # newest version tried
+        self._tried = 0
         self._begun: _Begun | None = None
-        self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
+        self._resuming: tuple[int, Future | Gathered] | None = None  # of the last update
 
     def trainer_in_use(self) -> AbstractContextManager[Any]:
-        """Return a context in which the caller uses the trainer, so that no replica is caught up (`catch_up`)."""
+        """Return a context in which the caller uses the trainer, so that `catch_up` waits."""
         return self._trainer
 
     @contextmanager
     def trainer_idle(self) -> Iterator[None]:
-        """Within `trainer_in_use`, let replicas be caught up: the trainer has the served weights."""
+        """Let `catch_up` run inside a block of `trainer_in_use`, because the trainer has the served weights."""
         self._trainer.release()
         try:
             yield
@@ -160,12 +153,8 @@ class WeightSync:
             self._trainer.acquire()
 
     def connect(self) -> None:
-        """Plan the transfer and open both ends; call it again after a group was restarted.
-
-        Raises:
-            WeightSyncError: the two sides cannot reach each other by this transport, or a replica did not resume after
-                the last update.
-        """
+        """Plan the transfer and open both ends. Call it again after a group was restarted. Raises `WeightSyncError` if
+        the two sides cannot reach each other by this transport, or a replica did not resume after the last update."""
         self._await_resumption()
         self._connect(self._replicas.members())
         self._open = True
@@ -175,11 +164,11 @@ class WeightSync:
         self._connection.open(receivers, transport)
 
     def begin(self, version: int) -> None:
-        """Begin an update while the trainer is busy: it sends after its present call, and replicas pause now.
+        """Begin an update while the trainer is busy. The trainer sends after its current call, and replicas pause now.
 
-        `publish` continues from there, or `give_up` ends it; until then the trainer can take no other call. Call this
-        when nothing is generated, and the trainer is busy for much less than the time limit of a stage. Nothing is
-        begun if `publish` has something else to do first.
+        `publish` continues the update, or `give_up` ends it. Until then, call no other method of the trainer. Call
+        `begin` when no replica generates, and the trainer is busy for much less than the time limit of a stage. It does
+        nothing if `publish` must do something else first.
         """
         resumed = self._resuming is None or self._resuming[1].done()
         if self._connection.plan is None or self.make_room is not None or version <= self._tried or not resumed:
@@ -188,27 +177,25 @@ class WeightSync:
             self._begun = _Begun(version, time.monotonic())
             try:
                 self._connection.begin_transfer(version, "wait")
-            except ControllerError as error:  # what comes of the trainer's call says more
+            except ControllerError as error:  # the error of the trainer's call says more
                 log.info("weight update %d was not begun: %s", version, error)
                 self.give_up()
 
     def give_up(self) -> None:
-        """End an update that was begun, without waiting for the trainer."""
+        """End an update that `begin` began, without waiting for the trainer."""
         if (begun := self._begun) is not None:
             self._connection.in_flight = ()
             self._abandon(begun)
 
     def _abandon(self, begun: _Begun) -> None:
-        """Give up an update, so that its version may come again."""
+        """Abort an update, so that its version may be tried again."""
         self._begun = None
         self._connection.abort(begun.version)
-        self._connection.plan = None  # a connection takes no version that was given up
+        self._connection.plan = None  # a connection rejects a version that was aborted
 
     def _take_over(self, version: int) -> _Begun | None:
-        """Return the update that was begun if `publish` can go on with it; else give it up.
-
-        Its deadlines count from its beginning, so at least half of the time must be left.
-        """
+        """Return the update of `begin` if `publish` can continue it; otherwise abort it. Its deadlines count from its
+        beginning, so at least half of the time must be left."""
         if (begun := self._begun) is None:
             return None
         in_time = time.monotonic() - begun.at < self._timeout / 2
@@ -221,17 +208,17 @@ class WeightSync:
     def publish(self, version: int, pause: PauseMode = "wait") -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
 
-        On return every replica was verified and told to answer with it. A replica that could not resume is an error
-        of the next `publish` or `connect`.
+        When it returns, every replica was verified and told to answer with the version. If a replica could not resume,
+        the next `publish` or `connect` raises the error.
 
         Args:
-            version: larger than any tried before.
-            pause: Treatment of requests in progress.
+            version: larger than all versions tried before.
+            pause: treatment of requests in progress.
 
         Raises:
-            WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`.
-                Replicas that have not switched go on with the version they had. A replica that has switched before
-                the error answers nothing until a later update succeeds.
+            WeightSyncError: the update failed; the message names the parameters and the replica. No replica answers a
+                request with `version`. Replicas that have not switched continue with their old version. A replica that
+                had switched answers no request until a later update succeeds.
         """
         if not self._open:
             raise WeightSyncError("weights cannot be sent before the transport is connected")
@@ -267,10 +254,10 @@ class WeightSync:
                 if not isinstance(error, Exception):
                     raise
                 if not _may_begin_anew(receivers, staged):
-                    cause = silent if late and silent is not None else error  # who waited for it, says so first
+                    cause = silent if late and silent is not None else error  # a late process's error comes first
                     raise explain(cause, f"weight update {version} failed") from error
                 log.warning(
-                    "weight update %d begins anew, with the replicas there are then: %s", version, first_line(error)
+                    "weight update %d starts again, with the replicas that live then: %s", version, first_line(error)
                 )
         self._effect.note_update(changed, effect is not None)
         self._served = version, sent
@@ -279,28 +266,28 @@ class WeightSync:
         return SyncReport(version, time.perf_counter() - called, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
-        """Make returned replicas serve the version of the other replicas, verified in all three ways.
+        """Make returned replicas serve the version of the other replicas, with all three verifications.
 
-        Do not call this while the trainer's weights change. If they have changed since that version, nothing is
-        served. The next `publish` goes to all replicas again.
+        Do not call this while the trainer's weights change. If they have changed since that version, the call fails.
+        The next `publish` sends to all replicas again.
 
         Raises:
-            WeightSyncError: the replicas do not serve it, and wait for the next update.
+            WeightSyncError: the replicas do not serve the version, and wait for the next update.
         """
         self._send_served(returned, "", bool(self._effect.every), self._replicas, "a returned replica")
 
     def serve_on(self, replicas: Replicas, transport: str, check: bool = True) -> None:
-        """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
+        """Make replicas of another engine serve the version that the rollout serves, with all three verifications.
 
-        Do not call this while the trainer's weights change. The next `publish` goes to the rollout again.
+        Do not call this while the trainer's weights change. The next `publish` sends to the rollout again.
 
         Args:
             replicas: replicas of another engine than the rollout's.
             transport: name of the weight transport to them, or `"module:Class"`.
-            check: False if the effect is not compared, as for a backend that cannot score prompts.
+            check: False leaves out the effect check, for an engine that cannot score prompts.
 
         Raises:
-            WeightSyncError: the replicas do not serve it, or did already.
+            WeightSyncError: the replicas do not serve the version, or served it already.
         """
         self._send_served(replicas.members(), transport, check, replicas, replicas.name)
 
@@ -330,29 +317,25 @@ class WeightSync:
                 raise explain(error, f"weight version {version} could not be brought to {whom}") from error
 
     def close(self) -> None:
-        """Close both ends, if they can be reached. Errors are logged: there is nothing to lose."""
+        """Close both ends, if they can be reached, and log errors."""
         try:
             self._await_resumption()
         except WeightSyncError as error:
             receivers = self._connection.receivers
             all_lost = receivers is not None and len(receivers.lost) == receivers.world_size
-            log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is told elsewhere
+            log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is reported elsewhere
         self._open = False
         self._connection.close()
 
     def _members_now(self, what: str) -> Members:
-        """Return the replicas that take weights now.
-
-        Raises:
-            WeightSyncError: none does, or will; it begins with `what`.
-        """
+        """Return the replicas that can receive weights; if none, raise a `WeightSyncError` that begins with `what`."""
         try:
             return self._replicas.members()
         except ControllerError as error:
             raise explain(error, what) from error
 
     def _has_all_receivers(self) -> bool:
-        """Return True if the replicas that take weights now are those of the connection."""
+        """Return True if the replicas that can receive weights are those of the connection."""
         try:
             return self._replicas.members() == self._connection.receivers
         except ControllerError:
@@ -364,7 +347,7 @@ class WeightSync:
         replicas.confirm(self._connection.connected, version)
 
     def _await_resumption(self) -> None:
-        """Wait until every replica answers again after the last update."""
+        """Wait until every replica answers requests again after the last update."""
         if self._resuming is None:
             return
         (version, resuming), self._resuming = self._resuming, None
@@ -397,7 +380,7 @@ class WeightSync:
 
 
 def _may_begin_anew(receivers: Members, staged: bool) -> bool:
-    """Return True if a failed update may be tried again: replicas were lost, and no living one may have switched to it,
-    which may happen once all of its bytes are `staged`."""
+    """Return True if a failed update may be tried again. Replicas were lost, and no living replica may have switched,
+    which is possible once all bytes are `staged`."""
     lost = len(receivers.lost)
     return lost == receivers.world_size if staged else lost > 0

@@ -1,7 +1,7 @@
-"""Ways to bring the processes of a group up: as Ray actors (`ray`), or in this process (`inline`).
+"""Launchers, which start the processes of a group as Ray actors (`ray`) or in this process (`inline`).
 
-Ray puts the driver's current directory before the standard library on its workers' import path. It is put last before
-a worker imports anything else of ours, so that a file of the user's never stands in for a module that is not.
+Ray puts the driver's current directory before the standard library on its workers' import path. This module moves it to
+the end, so that a user's file never hides a module.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Finds out why a call failed: the rank, its error, and the state of late ranks.
 
-It begins only when a call has failed; every step here has its own deadline.
+It runs only after a failure or a passed deadline. Every step has its own time limit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from enginehouse.controller.launchers.interface import WorkerPlace
 from enginehouse.controller.ray_access import is_alive
 
 CONTROL_SECONDS = 2.0
-"""Time a process gets to answer on its control lane."""
+"""Time limit for a process to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
-"""Time it gets to say when it last made progress: it may be busy, and without an answer its call has failed."""
+"""Time limit to report the last progress. It is longer, because without an answer from a busy process its call
+fails."""
 MOST_CHARACTERS = 600
-"""Length of Ray's text of a death in a message; the whole of a longer text is the error's cause."""
+"""Limit of Ray's text about a death in a message. The error's cause has the whole text."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
 
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
-"""Matches the beginning of a traceback's last lines."""
+"""Beginning of the last lines of a traceback."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,17 +44,13 @@ class Diagnosis:
     """One failed call.
 
     Attributes:
-        role: the group's name.
-        method: the method called.
-        timeout: the call's deadline, seconds.
-        refs: the result of each rank that was called.
-        places: every rank's place.
-        actors: every rank's actor.
-        local: the processes on this node, by rank.
-        ended: the reason why they were ended on purpose, if they were.
-        put_off: True if the deadline was put off because ranks made progress.
+        timeout: deadline of the call, seconds.
+        refs: object reference of the result of each called rank.
+        local: processes on this node, by rank.
+        ended: the reason why the processes were ended on purpose; None if they were not.
+        put_off: True if the deadline was postponed because ranks made progress.
         deadly: True once a process was found dead.
-        only_slow: True once a late call was found ended on every rank, with outputs that are not here yet.
+        only_slow: True once a late call has ended on every rank, but its outputs have not arrived.
     """
 
     role: str
@@ -69,12 +66,11 @@ class Diagnosis:
     only_slow: bool = field(default=False, init=False)
 
     def failed(self, error: Exception) -> WorkerError:
-        """Return the error to raise: the error of a rank that died if any did, otherwise of the rank that raised
-        first."""
+        """Return the error of a rank that died, if any did, and otherwise the error of the rank that raised first."""
         raised, deaths = self._outcomes()
         if self.ended is None:
             deaths |= self._deaths([r for r in self.refs if r not in deaths and (r in raised or len(self.refs) > 1)])
-        else:  # what ran on an event loop was cancelled as its process ended in order
+        else:  # an orderly end of a process cancels the calls on its event loop
             cancelled = CancelledError.__name__
             deaths |= {rank: failure.text for rank, failure in raised.items() if failure.type_name == cancelled}
         if deaths:
@@ -94,7 +90,7 @@ class Diagnosis:
         """Return the error of a call whose deadline passed: a death if there is one, else the late ranks' stacks."""
         raised, deaths = self._outcomes()
         late = self.unfinished()
-        # one that ended and died since, maybe with its node, can be what the late ones wait for
+        # late ranks may wait for a rank that ended its call and then died, maybe with its node
         deaths |= self._deaths([rank for rank in self.refs if rank not in deaths])
         if deaths:
             return self._died(deaths, raised)
@@ -120,7 +116,7 @@ class Diagnosis:
         return error
 
     def unfinished(self) -> list[int]:
-        """Return the ranks that neither returned nor raised yet."""
+        """Return the ranks that have neither returned nor raised."""
         import ray
 
         refs = list(self.refs.values())
@@ -128,7 +124,7 @@ class Diagnosis:
         return [rank for rank, ref in self.refs.items() if ref in busy]
 
     def idle_seconds(self) -> float:
-        """Return the seconds since an unfinished rank made progress; infinite if none did, or none answers."""
+        """Return the seconds since an unfinished rank made progress; infinite if no rank reports any."""
         import ray
 
         asked = [self.actors[rank].idle_seconds.remote() for rank in self.unfinished()]
@@ -136,14 +132,12 @@ class Diagnosis:
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=PROGRESS_SECONDS)
         for ref in asked:
-            with suppress(Exception):  # it is stuck, or gone
+            with suppress(Exception):  # the worker is stuck or dead
                 seconds.append(ray.get(ref, timeout=0))
         return min(seconds)
 
-    # What Ray knows
-
     def _outcomes(self) -> tuple[dict[int, WorkerFailure], dict[int, str]]:
-        """Return the errors of ranks that ended, and the deaths of dead ranks, each by rank."""
+        """Return the errors and the deaths of ranks, each by rank."""
         import ray
 
         raised: dict[int, WorkerFailure] = {}
@@ -162,10 +156,10 @@ class Diagnosis:
                 ray.exceptions.RayActorError,
                 ray.exceptions.WorkerCrashedError,
                 ray.exceptions.NodeDiedError,
-                ray.exceptions.OutOfMemoryError,  # Ray killed it
+                ray.exceptions.OutOfMemoryError,
             ) as error:
                 deaths[rank] = str(error)
-            except ray.exceptions.GetTimeoutError:  # it ended, and its output is on its way
+            except ray.exceptions.GetTimeoutError:  # the call ended, but its output has not arrived
                 continue
             except Exception as error:
                 raised[rank] = self._failure_here(error, rank)
@@ -176,7 +170,7 @@ class Diagnosis:
             error.cause.text = describe_death(error.cause.text)
         if isinstance(error.cause, WorkerFailure):
             return error.cause
-        # raised by Ray itself in the worker: arguments that do not unpickle, a result that does not pickle
+        # raised by Ray in the worker: arguments do not unpickle, or a result does not pickle
         cause = error.cause if isinstance(error.cause, BaseException) else error
         return WorkerFailure(self._site(rank), type(cause).__qualname__, str(cause), str(error))
 
@@ -185,10 +179,8 @@ class Diagnosis:
         failure.text = f"its result could not be read here: {failure.text}"
         return failure
 
-    # What the processes say
-
     def _deaths(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the deaths among `ranks`: processes of other nodes are asked on their control lanes."""
+        """Return the deaths among `ranks`. Processes of other nodes are asked on their control lanes."""
         import ray
 
         asked = {rank: self.actors[rank].ping.remote() for rank in ranks if rank not in self.local}
@@ -200,12 +192,11 @@ class Diagnosis:
                 ray.get(ref, timeout=0)
             except ray.exceptions.RayActorError as error:
                 deaths[rank] = str(error)
-            except Exception:  # it is busy, or does not answer for another reason
+            except Exception:  # the worker is busy, or does not answer for another reason
                 continue
         return deaths
 
     def _stacks(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
-        """Ask all of `ranks` at once for their stacks and log lines."""
         import ray
 
         asked = {rank: self.actors[rank].stacks.remote() for rank in ranks}
@@ -231,8 +222,6 @@ class Diagnosis:
         if status != psutil.STATUS_STOPPED:
             stacks = _faulthandler_stacks(self.places[rank]) or _py_spy_stacks(process.pid)
         return stacks or f"  it did not answer within {CONTROL_SECONDS:g} s; its process is {status}"
-
-    # Messages
 
     def _died(self, deaths: Mapping[int, str], raised: Mapping[int, WorkerFailure]) -> WorkerDied:
         self.deadly = True
@@ -265,7 +254,7 @@ class Diagnosis:
 
 
 def _working_threads(stacks: str) -> str:
-    """Cut a process's stacks before the idle threads'."""
+    """Return the stacks of a process up to the first idle thread."""
     lines: list[str] = []
     for line in stacks.splitlines():
         idle = line.startswith("thread ") and not line.startswith("thread running")
@@ -276,10 +265,10 @@ def _working_threads(stacks: str) -> str:
 
 
 def describe_death(text: str) -> str:
-    """Shorten Ray's text of a death: without its advice, and with the exception at the end of a traceback."""
+    """Shorten Ray's text about a death: drop its advice, and keep the exception at the end of a traceback."""
     text = text.split("Some common causes", 1)[0].strip()
     words = " ".join(text.split())
-    if "is temporarily unavailable:" in words:  # what a connection looks like whose other end is gone, for a while
+    if "is temporarily unavailable:" in words:  # Ray's text for a while after the other end has gone
         words = words.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
         return f"the connection to it broke, maybe with its node: {words}"[:MOST_CHARACTERS]
     for start in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
@@ -293,7 +282,7 @@ def describe_death(text: str) -> str:
 
 
 def _log_tail(place: WorkerPlace) -> tuple[str, ...]:
-    """Return the last lines of a worker's log files, where they are on this machine."""
+    """Return the last lines of a worker's log files, if they are on this machine."""
     for path in place.log_files:
         try:
             with open(path, "rb") as file:
@@ -301,14 +290,14 @@ def _log_tail(place: WorkerPlace) -> tuple[str, ...]:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        lines = [line for line in lines if line.strip() and not line.startswith(":")]  # ":actor_name:" marks are Ray's
+        lines = [line for line in lines if line.strip() and not line.startswith(":")]
         if lines:
             return tuple(lines[-LOG_LINES:])
     return ()
 
 
 def _faulthandler_stacks(place: WorkerPlace) -> str:
-    """Have a process write its stacks into its log, and read them; `faulthandler` needs no interpreter lock."""
+    """Let a process write its stacks into its log, and read them. `faulthandler` needs no interpreter lock."""
     if STACKS_SIGNAL is None or not place.log_files:
         return ""
     log_file = Path(place.log_files[0])
@@ -327,11 +316,11 @@ def _faulthandler_stacks(place: WorkerPlace) -> str:
             blocks = file.read(LOG_TAIL_BYTES).decode(errors="replace").strip().split("\n\n")
     except OSError:
         return ""
-    return "\n".join(block for block in blocks if "<no Python frame>" not in block)  # else one of Ray's own threads
+    return "\n".join(block for block in blocks if "<no Python frame>" not in block)  # else Ray's thread
 
 
 def _py_spy_stacks(pid: int) -> str:
-    """Ask py-spy, where it is installed and allowed to look."""
+    """Return the stacks from py-spy, if it is installed and has the permission."""
     program = shutil.which("py-spy")
     if program is None:
         return ""

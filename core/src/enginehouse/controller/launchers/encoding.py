@@ -1,7 +1,7 @@
-"""Encodes a call's arguments for their way to Ray actors.
+"""Encodes the arguments of a call for Ray actors.
 
-Small arguments travel inside the call. A large one that several ranks receive is stored once, and ranks on a node read
-it without a copy. A `Future` of one object travels as a reference, a `DistributedBatch` as an `Assembly`.
+Small arguments travel inside the call. A large argument of several ranks is stored once, and ranks on a node read it
+without a copy. A `Future` of one object travels as a reference, and a `DistributedBatch` as an `Assembly`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginehouse.controller.launchers.host import Keep, Shared
 from enginehouse.errors import first_line
 
 STORE_BYTES = 64 * 1024
-"""Arguments of at least this size that several ranks receive are stored once."""
+"""Least size of an argument of several ranks that is stored once."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -26,10 +26,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def encode(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """Return the arguments of `Host.call` for each rank; None for a rank that is not called.
-
-    `keep` says, by rank, which part of the result comes back; results of other ranks stay where they are.
-    """
+    """Return the arguments of `Host.call` for each rank; None for a rank that is not called. `keep` tells, by rank,
+    which part of the result comes back. Results of other ranks stay on their workers."""
     if all(call is None or _is_plain(call) for call in calls):
         return _encode_plain(role, method, calls, keep)
     import ray
@@ -75,7 +73,7 @@ def encode(
 def _encode_plain(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """Pickle once, here, the arguments that several ranks get: Ray sends bytes as they are, an eighth faster."""
+    """Pickle arguments once for all ranks that get them, an eighth faster, because Ray sends bytes unchanged."""
     pickled: dict[tuple[int, Keep], bytes] = {}
     encoded: list[tuple[Any, ...] | None] = []
     for rank, call in enumerate(calls):
@@ -90,7 +88,7 @@ def _encode_plain(
 
 
 def sending_error(role: str, method: str, rank: int, error: Exception) -> DispatchError:
-    """Make the error, in one line, of a call whose arguments Ray does not take, mostly because they do not pickle."""
+    """Make the one-line error of a call whose arguments Ray cannot send, usually because they do not pickle."""
     cause = find_cause(error)
     return DispatchError(
         f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {first_line(cause)}"
@@ -98,7 +96,7 @@ def sending_error(role: str, method: str, rank: int, error: Exception) -> Dispat
 
 
 def find_cause(error: Exception) -> BaseException:
-    """Return the cause of Ray's page about an argument that does not pickle."""
+    """Return the cause of Ray's long error about an argument that does not pickle."""
     return error.__cause__ or error
 
 
@@ -109,7 +107,7 @@ def _is_plain(call: Call) -> bool:
 
 
 def payload_bytes(value: Any, depth: int = 3) -> int:
-    """Estimate the bytes of arrays (by `nbytes`), strings and containers of them; 0 for anything else."""
+    """Estimate the bytes of arrays (by `nbytes`), strings and containers of these; 0 for other objects."""
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size

@@ -25,7 +25,7 @@ class EventLoop:
 
     @property
     def running(self) -> asyncio.AbstractEventLoop | None:
-        """The loop, if anything ran on it yet."""
+        """The loop; None until `submit` or `call` was used."""
         return self._loop
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
@@ -33,7 +33,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._started())
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function on the loop, from another thread, and wait for it."""
+        """Call a function on the loop from another thread, and wait for its result."""
 
         async def called() -> T:
             return function(*args)
@@ -41,7 +41,6 @@ class EventLoop:
         return self.submit(called()).result()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Cancel what runs and end the thread."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -49,12 +48,12 @@ class EventLoop:
             return
 
         async def cancel_all() -> None:
-            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # a task's end may begin another
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # the end of a task may start another
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
 
-        # a task that resists cancellation ends with the process; nobody need hear of it
+        # no error log for a task that resists cancellation, because it ends with the process
         loop.call_soon_threadsafe(loop.set_exception_handler, lambda loop, context: log.debug("%s", context))
         with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout)
@@ -72,7 +71,7 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until it is stopped, also after a task or callback called `sys.exit()`, which leaves `run_forever`."""
+    """Run the loop until it is stopped, even if a task or callback calls `sys.exit()`, which leaves `run_forever`."""
     while True:
         try:
             return loop.run_forever()
@@ -82,7 +81,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextlib.contextmanager
 def event_loop() -> Iterator[EventLoop]:
-    """Make a loop that is stopped when the context ends."""
+    """Make an event loop, and stop it when the context ends."""
     loop = EventLoop()
     try:
         yield loop

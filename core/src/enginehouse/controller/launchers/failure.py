@@ -1,4 +1,4 @@
-"""Exceptions on their way from a worker to the controller: plain data, with the exception itself pickled inside."""
+"""Exceptions on the way from a worker to the controller. They are plain data with the pickled exception inside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from enginehouse.controller.launchers.stacks import OURS
 
 
 class CallSite(NamedTuple):
-    """The place of a running call: the fields that every `WorkerError` names."""
+    """Place of a call, with the fields that every `WorkerError` has."""
 
     role: str
     rank: int
@@ -35,18 +35,14 @@ class CallSite(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class WorkerFailure(Exception):
-    """Stands in for an exception that a worker raised; never seen outside the controller.
+    """Represents an exception that a worker raised. It is used only inside the controller.
 
-    It unpickles from its positional arguments, so the fields without a default are given by position.
+    It unpickles from its positional arguments, so pass the fields without a default by position.
 
     Attributes:
-        site: place where it was raised.
-        type_name: the exception's class.
-        text: its message.
-        traceback_text: its traceback.
-        pickled: the exception, if it pickles.
-        log_lines: the worker's last log lines, oldest first.
-        at: `time.time()` when it happened, to find the first of several.
+        pickled: the pickled exception; None if it does not pickle.
+        log_lines: last log lines of the worker, oldest first.
+        at: `time.time()` of the exception, to find the first of several.
     """
 
     site: CallSite
@@ -64,7 +60,7 @@ class WorkerFailure(Exception):
         return cls(site, name, str(error), text, pickled_error(error), log_lines, time.time())
 
     def to_error(self, note: str = "") -> WorkerError:
-        """Make the error that the controller raises; `note` is a sentence to add to its message."""
+        """Make the error that the controller raises, with the sentence `note` at the end of its message."""
         message = f"{self.site}: {self.site.method!r} raised {self.type_name}: {self.text}" + (note and f"\n{note}")
         error = RemoteError(message + quote_log(self.log_lines), **self.site._asdict(), log_lines=self.log_lines)
         error.type_name = self.type_name
@@ -75,16 +71,15 @@ class WorkerFailure(Exception):
 
 
 class SourceDied(WorkerFailure):
-    """Raised where an argument is the output of a process that died; `site` is that process."""
+    """Raised if an argument is the output of a process that died. `site` is that process."""
 
     def to_error(self, note: str = "") -> WorkerError:
-        """Make a `WorkerDied`."""
         message = f"{self.site}: the process died during {self.site.method!r}: {self.text}" + (note and f"\n{note}")
         return WorkerDied(message, **self.site._asdict())
 
 
 def wrap_error(error: BaseException, site: CallSite) -> WorkerError:
-    """Wrap an exception that a worker in this process just raised; the exception itself becomes the cause."""
+    """Wrap an exception that a worker in this process raised. The exception itself becomes the cause."""
     wrapped = WorkerFailure(site, type(error).__qualname__, str(error), _format_traceback(error)).to_error()
     assert isinstance(wrapped, RemoteError)
     wrapped.cause = wrapped.__cause__ = error
@@ -92,13 +87,13 @@ def wrap_error(error: BaseException, site: CallSite) -> WorkerError:
 
 
 def cut_off_error(ended: str, site: CallSite) -> WorkerDied:
-    """Make the error of a call that still ran when its group was ended on purpose; `ended` states the cause."""
+    """Make the error of a call that still ran when its group was ended on purpose. `ended` is the reason."""
     message = f"{site}: {site.method!r} had not ended when its group was: {ended}"
     return WorkerDied(message, **site._asdict())
 
 
 def quote_log(lines: Sequence[str]) -> str:
-    """Format a worker's last log lines as the end of an error's message."""
+    """Format the last log lines of a worker as the end of an error's message."""
     return "\n".join(["\nIts last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
@@ -107,7 +102,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _skip_ours(tb: TracebackType | None) -> TracebackType | None:
-    """Cut the launchers' own frames from the start of a traceback: they tell a user nothing."""
+    """Remove the launchers' own frames from the start of a traceback."""
     start = tb
     while start is not None and OURS in start.tb_frame.f_code.co_filename.replace("\\", "/"):
         start = start.tb_next

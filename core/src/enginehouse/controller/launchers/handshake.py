@@ -1,7 +1,7 @@
-"""Checks, before anything is built in a worker, that it and the driver understand each other.
+"""Checks that a worker and the driver have compatible versions, before the worker builds any object.
 
-Workers of one group may run under the interpreter of another Python environment. Each side reads what the other sends,
-so both must have the same Python minor, Ray, wire format and plugin contract.
+Workers of one group may run in another Python environment. Both sides read each other's data, so they need the same
+Python minor version, Ray version, wire format and plugin contract.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = {"python": "Python", "ray": "Ray", "wire": "wire format", "contract": "p
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The versions a process runs on, and the path of its interpreter."""
+    """Versions of a process, and the path of its interpreter."""
 
     python: str
     ray: str
@@ -31,18 +31,14 @@ class Identity:
 
 
 def read_identity() -> Identity:
-    """Return the identity of this process."""
     return Identity(
         python_of_this_process(), metadata.version("ray"), WIRE_VERSION, ".".join(map(str, CONTRACT)), sys.executable
     )
 
 
 def check_identity(group: str, rank: int, identity: Any) -> None:
-    """Compare a worker's identity (None from an old enginehouse, which reports none) with this process's.
-
-    Raises:
-        ControllerError: they cannot work together; the message names the versions of both.
-    """
+    """Compare a worker's identity with this process's. An enginehouse that is too old to report an identity gives None.
+    Raises `ControllerError` if the versions differ; the message names both sides' versions."""
     here = read_identity()
     if not isinstance(identity, Identity):
         differences = ["it runs an enginehouse that is older than runtimes are"]

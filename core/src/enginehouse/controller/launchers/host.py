@@ -1,8 +1,8 @@
-"""The Ray actor every worker process is: it holds the objects of the process's roles and runs their methods.
+"""The Ray actor of a worker process, which holds the objects of the process's roles and runs their methods.
 
 Calls run in four lanes, which are Ray concurrency groups. Sync methods run on one thread in call order (the default
-group). Async methods run on the process's event loop; a thread of group `loop` waits for each, or a thread of group
-`urgent`, so that urgent calls run though every thread of `loop` waits. Group `control` answers while all are busy.
+group). Async methods run on the process's event loop, while a thread of group `loop` waits for each. A thread of group
+`urgent` waits for an urgent call, so that it also runs when all threads of `loop` wait. Group `control` always answers.
 """
 
 from __future__ import annotations
@@ -33,36 +33,32 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-"""Makes a worker write the stacks of its threads to its log, even while native code holds the interpreter lock."""
+"""Signal on which a worker writes its threads' stacks to its log, even while native code holds the interpreter lock."""
 
 SWITCH_SECONDS = 0.0005
-"""Time a thread of a worker keeps the interpreter while another waits for it. Lanes, event loop and engine share the
-interpreter; at Python's 5 ms a hand-over between them can cost a short call more than its work."""
+"""Time that a thread of a worker keeps the interpreter while another thread waits for it. Lanes, event loop and engine
+share the interpreter. With Python's default of 5 ms, a switch between them can take longer than a short call's work."""
 
 VISIBLE, LEFT_AS_THEY_ARE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""The variable with the GPUs that a process sees, and the one that tells Ray to leave it as it is."""
+"""Environment variables: the GPUs that a process sees, and the setting that stops Ray from changing them."""
 
 Keep = Literal["nothing", "whole", "split"]
-"""The part of a result that comes back. `"split"` returns a batch in two Ray objects: its facts, and its rows."""
+"""Part of a result that comes back. `"split"` returns a batch as two Ray objects, its facts and its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Stands in a call's arguments for the nth of the values that travel beside it, each stored once for all ranks."""
+    """Placeholder in a call's arguments for value `index` of the values beside the call, stored once for all ranks."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class OutputReference:
-    """Stands in a call's arguments for the output of a call that may still be running.
+    """Placeholder in a call's arguments for the output of a call that may still run.
 
-    Ray does not wait for a reference that is held one level down. So the thread that runs the call waits for it, calls
-    keep their order, and the control lane stays free.
-
-    Attributes:
-        reference: Ray's reference to the output.
-        site: the call that gives it.
+    Ray does not wait for a reference inside another object. So the thread that runs the call waits for the output,
+    calls keep their order, and the control lane stays free.
     """
 
     reference: Any
@@ -72,11 +68,7 @@ class OutputReference:
         return f"{self.site.role} rank {self.site.rank}'s {self.site.method!r}"
 
     def value(self) -> Any:
-        """Wait for the output.
-
-        Raises:
-            SourceDied: the process that should have given it is dead.
-        """
+        """Wait for the output. Raises `SourceDied` if the process that runs the call is dead."""
         import ray
 
         try:
@@ -92,16 +84,14 @@ class OutputReference:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A process's report of itself.
+    """A process's report about itself.
 
     Attributes:
-        node: address of its node.
-        node_id: Ray's name of its node.
-        pid: its process id there.
-        log_files: its log files there, errors first.
-        started: `time.time()` when it began; tells it from a later process with the same id.
-        identity: the versions it runs on.
-        devices: the GPUs that Ray gave it, by their numbers on the node.
+        node_id: Ray's id of the node.
+        pid: process id on the node.
+        log_files: log files on the node, errors first.
+        started: `time.time()` of the process's start, to distinguish it from a later process with the same id.
+        devices: numbers, on the node, of the GPUs that Ray assigned.
     """
 
     node: str
@@ -117,19 +107,15 @@ class Host:
     """One worker process.
 
     Args:
-        group: the group's name.
-        rank: this process's rank.
-        world_size: number of processes in the group.
-        variables: environment variables to set before torch is imported.
-        log_level: level of the root logger.
+        variables: environment variables to set before the import of torch.
     """
 
     def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
         os.environ.update(variables)
         if VISIBLE not in variables and os.environ.get(LEFT_AS_THEY_ARE):
-            os.environ[VISIBLE] = ",".join(own_devices())  # Ray was told not to do it: each would take the first
+            os.environ[VISIBLE] = ",".join(own_devices())  # Ray leaves the variable, so each process would use GPU 0
         sys.setswitchinterval(SWITCH_SECONDS)
-        # Ctrl-C reaches every process of the terminal; only the driver may act on it, to end things in order.
+        # Ctrl-C reaches every process of the terminal, but only the driver may react, to end the run in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if STACKS_SIGNAL is not None:
             faulthandler.register(STACKS_SIGNAL, all_threads=True)
@@ -142,7 +128,6 @@ class Host:
         self._store: Any = None
 
     def facts(self) -> Facts:
-        """Report what this process is and where."""
         import ray
 
         self._node = ray.util.get_node_ip_address()
@@ -151,7 +136,7 @@ class Host:
         return Facts(self._node, node_id, os.getpid(), _log_files(), started, read_identity(), own_devices())
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
-        """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
+        """Import torch. Rank 0, which gets a `store_address`, also opens the rendezvous and returns its port."""
         try:
             import torch.distributed  # noqa: F401
 
@@ -169,7 +154,7 @@ class Host:
         variables: Mapping[str, str],
         paths: list[str],
     ) -> dict[str, Mesh | None]:
-        """Build the object of every role and return their meshes; `paths` are the driver's own import paths."""
+        """Build the object of every role and return their meshes. `paths` are the driver's own import paths."""
         from ray import cloudpickle
 
         os.environ.update(variables)
@@ -187,11 +172,11 @@ class Host:
             self._running.pop(threading.get_ident(), None)
 
     def call(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run a method: a sync one on this thread, an async one on the event loop, for which this thread waits.
+        """Run a sync method on this thread, or an async method on the event loop while this thread waits.
 
         Args:
             head: role, method, the part of the result to keep, args and kwargs; pickled or not.
-            shared: values that travel beside the arguments.
+            shared: values of the `Shared` placeholders in the arguments.
         """
         role, method, keep, args, kwargs = pickle.loads(head) if isinstance(head, bytes) else head
         thread = threading.get_ident()
@@ -203,7 +188,7 @@ class Host:
             with act_as(role):
                 result = getattr(self._objects[role], method)(*args, **kwargs)
                 if inspect.iscoroutine(result):
-                    del self._running[thread]  # its stack is the coroutine's
+                    del self._running[thread]  # the stack of its coroutine is reported instead
                     result = self._objects.loop.submit(result).result()
             if keep == "split":
                 return keep_back(result)
@@ -214,29 +199,28 @@ class Host:
             self._running.pop(thread, None)
 
     def mesh(self, role: str) -> Mesh | None:
-        """Return the present mesh of a role's object."""
         return self._objects.mesh(role)
 
     def close(self, timeout: float) -> None:
-        """Shut the objects down, before the process is ended."""
+        """Shut down the objects before the process ends."""
         self._objects.close(timeout)
 
     def ping(self) -> int:
-        """Answer, from the control lane."""
+        """Answer on the control lane."""
         return self._rank
 
     def idle_seconds(self) -> float:
-        """Return the seconds since this process made progress; from the control lane."""
+        """Return the seconds since this process made progress. Runs on the control lane."""
         return progress.idle_seconds()
 
     def stacks(self) -> tuple[str, tuple[str, ...]]:
-        """Return the stacks of all threads and coroutines, and the last log lines; from the control lane."""
+        """Return the stacks of all threads and coroutines, and the last log lines. Runs on the control lane."""
         return process_stacks(self._running, self._objects.loop.running), self._recent.lines()
 
     def _resolve(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put values where their stand-ins are."""
+        """Replace placeholders in the arguments by their values."""
 
         def resolve(argument: Any) -> Any:
             if type(argument) is Shared:
@@ -259,7 +243,7 @@ class Host:
 
 
 def _log_files() -> tuple[str, ...]:
-    """Return the files that this process's stderr and stdout go to."""
+    """Return the files that this process's stderr and stdout write to."""
     files = []
     for stream, number in ((sys.stderr, 2), (sys.stdout, 1)):
         try:
@@ -272,12 +256,12 @@ def _log_files() -> tuple[str, ...]:
 
 
 def log_level_for_workers() -> int:
-    """Return the level workers log at: the driver's own for this project, but INFO at most, to go with errors."""
+    """Return the driver's log level, but at most INFO, so that errors can show the workers' last log lines."""
     return min(logging.getLogger("enginehouse").getEffectiveLevel(), logging.INFO)
 
 
 def own_devices() -> tuple[str, ...]:
-    """Return the GPUs that Ray gave this process."""
+    """Return the GPUs that Ray assigned to this process."""
     import ray
 
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

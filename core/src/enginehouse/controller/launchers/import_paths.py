@@ -1,4 +1,4 @@
-"""Finds the import paths of the driver that its workers need as well: those of the user's own code."""
+"""Finds the driver's import paths that its workers also need, which are those of the user's own code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 from enginehouse.runtimes.ingredients import holds_packages
 
 OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
-"""Directories of a Python environment, by their names in `sysconfig`; not all that lies under its prefix is its own."""
+"""Names in `sysconfig` of a Python environment's directories. Other directories below its prefix may be the user's."""
 
 
 def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]:
-    """Return the directories of `paths` (`sys.path`) that are not the Python environment's, absolute.
+    """Return the directories of `paths` (`sys.path`) that do not belong to the Python environment, as absolute paths.
 
     Args:
-        paths: the paths the driver imports from.
-        elsewhere: the worker runs in another environment, so it gets no folder of installed packages at all.
+        elsewhere: the worker runs in another Python environment, so folders of installed packages are left out too.
     """
     environment = _environment()
     return [
@@ -31,7 +30,7 @@ def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]
 
 
 def _environment() -> set[Path]:
-    """Return the folders of libraries and packages of the interpreter and of a virtual environment's base."""
+    """Return the folders of libraries and packages of the interpreter and of the base of a virtual environment."""
     installed = {sysconfig.get_paths()[name] for name in OWNED}
     installed |= {*site.getsitepackages(), *site.getsitepackages([sys.base_prefix])}
     return {Path(path).resolve() for path in installed}

@@ -1,7 +1,7 @@
-"""A group in this process, for a debugger: one rank, the same semantics, but no deadlines.
+"""A group in this process, for a debugger. It has one rank and the same semantics, but no deadlines.
 
-A worker's exception ends a call in a `RemoteError`, as over Ray. Its cause is the exception itself with its traceback,
-so that a debugger reaches the place of an error.
+A worker's exception raises a `RemoteError`, as with Ray. Its cause is the exception itself with its traceback, so that
+a debugger finds the place of the error.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from enginehouse.errors import first_line
 
 
 class InlineCall:
-    """A `PendingCall` in this process: ended already if sync, a future of the event loop if async.
+    """A `PendingCall` in this process. A sync call has already ended, and an async call is a future of the event loop.
 
     Args:
-        result: the method's result.
         keep: True if the result is collected.
-        origin: the origin of a shard, if a batch is to stay where it is.
+        origin: origin of the shard that replaces a returned batch; None returns the batch itself.
         make_error: makes the error to raise for an exception.
     """
 
@@ -59,7 +58,7 @@ class InlineCall:
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
         error = futures.CancelledError() if self._result.cancelled() else self._result.exception()
-        if error is not None:  # also a SystemExit: who waits on an event loop would not be told of it
+        if error is not None:  # also for a SystemExit, which would not reach a caller that waits on an event loop
             raise self._make_error(error)
         value = self._result.result()
         if self._keep and self._origin is not None:
@@ -77,17 +76,17 @@ class InlineCall:
         self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
 
     def look(self) -> None:
-        """Do nothing: only this process could be lost."""
+        """Do nothing, because only this process could be lost."""
 
     def hurry(self) -> None:
-        """Do nothing: this process ends by itself."""
+        """Do nothing, because this process ends in its normal way."""
 
     def reference(self, rank: int) -> Any:
         return None
 
 
 class InlineProcesses:
-    """The one rank of a group, or of several colocated ones, in this process.
+    """The only rank of a group, or of several colocated groups, in this process.
 
     Raises:
         ControllerError: the pool has more than one process.
@@ -126,7 +125,7 @@ class InlineProcesses:
 
     @property
     def broken(self) -> str | None:
-        """The reason why no further call is possible: only a shutdown or a failed restart breaks an inline group."""
+        """Reason why no further call is possible. Only a shutdown or a failed restart breaks an inline group."""
         return self._broken
 
     def submit(
@@ -140,7 +139,7 @@ class InlineProcesses:
         keeps_back: bool = False,
         patient: bool = False,
     ) -> InlineCall:
-        """Run a method to its end; one of another lane than the main one is only started."""
+        """Run a method to its end, or only start an async method whose lane is not the main lane."""
         if self._broken is not None:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
         assert calls[0] is not None
@@ -173,7 +172,6 @@ class InlineProcesses:
             self._close(timeout)
 
     def restarted(self) -> InlineProcesses:
-        """Rebuild the objects; this process stays."""
         if self._ended:
             why = str(self._broken)
             raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
@@ -200,7 +198,7 @@ class InlineProcesses:
 
 
 class _Variables:
-    """The environment variables of inline groups, put back after the end of the last group that set them."""
+    """The environment variables of inline groups, restored after the end of the last group that set them."""
 
     _lock = threading.Lock()
     _users = 0

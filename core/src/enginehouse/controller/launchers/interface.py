@@ -1,4 +1,4 @@
-"""The contract between a worker group and its processes, whoever launched them."""
+"""The contract between a worker group and its processes, for every launcher."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import Device
 
 Lane = Literal["main", "loop", "urgent"]
-"""Thread that a call runs on: sync methods run on the main thread, async methods on the event loop. Urgent async
-methods do not wait for their turn behind other calls."""
+"""Lane that a call runs on: the main thread for sync methods, the event loop for async methods. An urgent async method
+does not wait for other calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,10 @@ class WorkerPlace:
     """The place of one process of a group.
 
     Attributes:
-        rank: its rank.
-        local_rank: its number among the group's processes on its node.
-        local_world_size: number of the group's processes on its node.
-        node: address of the node.
+        local_rank: number of the process among the group's processes on its node.
+        local_world_size: number of the group's processes on the node.
         pid: process id on the node.
-        log_files: its log files on the node, errors first.
+        log_files: log files on the node, errors first.
     """
 
     rank: int
@@ -42,10 +40,8 @@ class LaunchOptions:
     """Options of a launch.
 
     Attributes:
-        name: the group's name, for messages.
-        start_timeout: seconds until every worker must be built.
-        seed: `ProcessContext.seed`.
-        device: `ProcessContext.device`.
+        name: name of the group, for messages.
+        start_timeout: seconds within which every worker must be built.
         threads: threads of numeric libraries in each process.
         timeout: default deadline of a call in seconds.
     """
@@ -59,19 +55,19 @@ class LaunchOptions:
 
 
 class PendingCall(Protocol):
-    """A call on its way.
+    """A call that was sent.
 
     Attributes:
-        deadline: latest time of its end, by `time.monotonic`; `overdue` may put it off.
+        deadline: time limit of the call, by `time.monotonic`. `overdue` may postpone it.
     """
 
     deadline: float
 
     def wait(self, limit: float | None = None) -> list[Any]:
-        """Return one output a rank; None for ranks that were not called or whose results are not collected.
+        """Return one output per rank; None for a rank that was not called or whose result is not collected.
 
         Raises:
-            StillRunning: `limit` seconds passed, and the call's deadline has not, so the call continues.
+            StillRunning: `limit` seconds passed before the call's deadline, so the call continues.
             WorkerError: the call failed, or its deadline passed.
         """
 
@@ -79,49 +75,41 @@ class PendingCall(Protocol):
         """Return True if every rank has ended, or the call is overdue."""
 
     def overdue(self) -> bool:
-        """Return True if the deadline has passed.
-
-        The deadline of a patient call is put off instead if a rank has made progress since; asking may take seconds.
-        """
+        """Return True if the deadline has passed. If a rank of a patient call has made progress, the deadline is
+        postponed instead. The check may take seconds."""
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """Call `callback` once, from any thread: with True when every rank has ended well, with False when one failed.
-
-        If that is so already, it is called at once.
-        """
+        """Call `callback` once, from any thread, with True when every rank has succeeded or False when a rank has
+        failed. If the call has ended already, `callback` is called at once."""
 
     def look(self) -> None:
-        """Check that the processes that are to answer still exist.
-
-        Raises:
-            ClusterLost: Ray is about to end.
-        """
+        """Check that the called processes still exist. Raises `ClusterLost` if Ray is about to end."""
 
     def hurry(self) -> None:
-        """Note that the wait was interrupted: the processes may not end in order within the usual time."""
+        """Note that the wait was interrupted, so that the processes may not end in order within the usual time."""
 
     def reference(self, rank: int) -> Any:
-        """Return a stand-in for one rank's output in the arguments of another call, or None if there is none."""
+        """Return a placeholder for one rank's output in another call's arguments; None if there is none."""
 
 
 class WorkerProcesses(Protocol):
-    """The processes of a group, each holding one object for every role."""
+    """The processes of a group. Each process holds one object per role."""
 
     @property
     def places(self) -> Sequence[WorkerPlace]:
-        """The place of each rank."""
+        """Place of each rank."""
 
     @property
     def roles(self) -> Mapping[str, WorkerSpec]:
-        """The worker that each role runs in every process."""
+        """Worker spec of each role, which runs in every process."""
 
     @property
     def options(self) -> LaunchOptions:
-        """The options they were launched with."""
+        """Options of the launch."""
 
     @property
     def broken(self) -> str | None:
-        """The reason why no further call is possible; None while calls are."""
+        """Reason why no further call is possible; None if the processes are usable."""
 
     def submit(
         self,
@@ -137,29 +125,26 @@ class WorkerProcesses(Protocol):
         """Send a call.
 
         Args:
-            role: the group's name.
-            method: the method's name.
-            calls: the arguments of each rank; None for a rank that is not called.
+            calls: arguments of each rank; None for a rank that is not called.
             keep: ranks whose results come back.
-            lane: Thread it runs on.
             timeout: deadline in seconds.
-            keeps_back: batches stay where they are, and a `Shard` comes back in their place.
+            keeps_back: batches stay on the workers, and a `Shard` comes back for each.
             patient: the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).
         """
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
-        """Return each rank's mesh, as it was after `__init__` or at the last refresh."""
+        """Return the mesh of each rank, as `__init__` or the last refresh left it."""
 
     def shutdown(self, timeout: float) -> None:
-        """End the processes within about `timeout` seconds, after the workers' own `shutdown`."""
+        """Call the workers' own `shutdown`, and end the processes within about `timeout` seconds."""
 
     def restarted(self) -> WorkerProcesses:
-        """End the processes and return new ones with the same ranks, roles and options.
+        """End the processes and return new processes with the same ranks, roles and options.
 
-        Calls that had not ended fail. If the start fails, these stay, broken, and may be restarted again.
+        Running calls fail. If the start fails, these processes are broken, and `restarted` may be called again.
 
         Raises:
-            GroupClosed: they were shut down.
-            PlacementError: a place was lost with its node, and the cluster does not give another in time.
+            GroupClosed: the processes were shut down.
+            PlacementError: a node has left, and the cluster provides no other place in time.
             WorkerError: a worker could not be built.
         """

@@ -1,8 +1,8 @@
-"""Checks that the nodes of a group have, at the same paths, what its workers are started from and the models they read.
+"""Checks that every node of a group has, at the same paths, the files that its workers are started from or read.
 
-A worker in another Python environment is started from that environment's interpreter, and imports core and plugins by
-links to the driver's. Where a file is missing, Ray restarts the process until a deadline, without a message. Models
-lie where the driver resolved them: in the cache of the hub's client, in that of models made of GGUF, or at a path.
+A worker in another Python environment runs that environment's interpreter, and imports core and plugins by links to the
+driver's. If a file is missing, Ray restarts the process without a message until a deadline. Models lie where the driver
+resolved them: in the hub client's cache, in the cache of models converted from GGUF, or at a path.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from enginehouse.runtimes.store import runtimes_folder
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 60.0
-"""Time a node gets to answer; after it, its workers' own start has to tell."""
+"""Time limit for a node to answer. After it, the start of its workers must report a missing file."""
 
 Explain = Callable[[str, str, str], str]
 
 _whole: set[tuple[str, tuple[str, ...]]] = set()
-"""Nodes that had all of some paths, with the paths."""
+"""Nodes that have all of some paths, with these paths."""
 
 
 def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths that workers under an interpreter are started from.
+    """Return the paths from which workers are started: the interpreter, the import paths, and links in these.
 
     Args:
-        python: path of the interpreter.
-        env: environment variables of the workers, `PYTHONPATH` among them.
+        env: environment variables of the workers, with `PYTHONPATH`.
     """
     imported = [Path(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     links = [str(link) for path in imported if path.is_dir() for link in sorted(path.iterdir()) if link.is_symlink()]
@@ -40,25 +39,20 @@ def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def model_paths(directories: Iterable[str]) -> tuple[str, ...]:
-    """Return the directories of models and their weights, as far as this process has them.
-
-    A node whose own hub client once fetched a tokenizer has the directory, and not the weights.
-    """
+    """Return the directories of models and their weight files, as far as this process has them. The files are listed
+    because a node whose hub client once fetched a tokenizer has the directory but not the weights."""
     held = [Path(directory) for directory in dict.fromkeys(directories) if os.path.isdir(directory)]
     return tuple(str(path) for model in held for path in (model, *sorted(model.glob("*.safetensors"))))
 
 
 def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explain: Explain) -> None:
-    """Check that each node, by Ray's id, has some paths.
+    """Check that each node has all paths.
 
     Args:
-        group: the group's name, for messages.
-        nodes: the nodes.
-        paths: the paths.
-        explain: returns the message on a node without a path, by the names of the group, the node and the path.
+        explain: returns the message for a missing path, from the names of the group, the node and the path.
 
     Raises:
-        ControllerError: a node lacks one.
+        ControllerError: a node lacks a path.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -84,7 +78,7 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
 
 
 def name_missing_start(group: str, node: str, path: str) -> str:
-    """Return the message on a node without a file that a group's workers are started from, with the cure."""
+    """Return the message, with the remedy, for a node without a file that the group's workers are started from."""
     return (
         f"{group}: node {node} has no {path}, and its workers would be started from it. A node needs the runtimes, and "
         f"the packages of this process, at the same paths: share {runtimes_folder()} and {sys.prefix} with it, or make "
@@ -93,7 +87,7 @@ def name_missing_start(group: str, node: str, path: str) -> str:
 
 
 def name_missing_model(group: str, node: str, path: str) -> str:
-    """Return the message on a node without a model that a group's workers read, with the cure."""
+    """Return the message, with the remedy, for a node without a model that the group's workers read."""
     return (
         f"{group}: node {node} has no {path}, and its workers would read it. A node needs every model at the same "
         "path: put it on a file system that all nodes see (HF_HOME moves models of the hub, XDG_CACHE_HOME those made "
@@ -112,10 +106,8 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]], explain: 
 
 
 def look_for_missing() -> Callable[[Sequence[str]], list[tuple[str, str]]]:
-    """Return a function that lists the paths missing where it runs, each with the target that a link leads to.
-
-    It is a local function, which travels whole, because the node may lack this module, too.
-    """
+    """Return a function that lists the missing paths of its node, each with the target of a link. It is a local
+    function, so Ray pickles it by value, because the node may lack this module."""
 
     def missing(paths: Sequence[str]) -> list[tuple[str, str]]:
         import os

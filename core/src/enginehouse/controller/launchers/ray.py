@@ -1,4 +1,4 @@
-"""Worker processes as Ray actors: one `Host` actor a rank, placed on a pool's bundles."""
+"""Worker processes as Ray actors: one `Host` actor per rank, placed on a pool's bundles."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from enginehouse.engines.model import ProcessContext
 from enginehouse.errors import first_line
 
 SETTLE_SECONDS = 10.0
-"""Time a call waits for ranks that are still busy with an earlier call, which failed elsewhere."""
+"""Time that a call waits for ranks that are still busy with an earlier call, which failed on another rank."""
 HURRY_SECONDS = 3.0
-"""Time workers get to shut down if the group is broken or the run was interrupted."""
+"""Time limit of the workers' shutdown if the group is broken or the run was interrupted."""
 NO_ARGUMENTS: Call = ((), {})
 
 
 class RayProcesses:
-    """The Ray actors of one group (or of several colocated ones), from one start to one end: a restart makes others.
+    """The Ray actors of one group, or of several colocated groups, from one start to its end. A restart makes a new
+    object.
 
     Args:
-        lease: their places, one a rank.
-        roles: the worker of each role, which every process runs.
-        options: options of their launch.
+        lease: places of the processes, one per rank.
+        roles: worker spec of each role, which runs in every process.
 
     Raises:
-        WorkerError: a worker died or raised while it was built, or did not get there in time. No process is left.
+        WorkerError: a worker died, raised, or was not built in time. No process is left.
     """
 
     def __init__(self, lease: Lease, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
@@ -85,7 +85,7 @@ class RayProcesses:
         """Take a place on a pool and start processes there.
 
         Raises:
-            PlacementError: the pool cannot be had.
+            PlacementError: the pool is not available.
             WorkerError: a worker could not be built. No process is left.
         """
         lease = pool.lease(options.name)
@@ -97,16 +97,13 @@ class RayProcesses:
 
     @property
     def broken(self) -> str | None:
-        """The reason why no further call is possible."""
         return self._ended or self._broken
 
-    # Starting
-
     def _locate(self, deadline: float) -> None:
-        """Wait for the processes to run, and note where they are."""
+        """Wait for the processes to run, and store their places."""
         import ray
 
-        # until a process has said where it is, all there is to say of it is its rank
+        # messages need a place of each rank before the process reports it
         self.places = [WorkerPlace(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
         facts: list[Facts] = self._start_call(
             "start", {rank: actor.facts.remote() for rank, actor in enumerate(self._actors)}, deadline
@@ -158,8 +155,6 @@ class RayProcesses:
     def _start_call(self, method: str, refs: dict[int, Any], deadline: float) -> list[Any]:
         return RayCall(self, self.options.name, method, refs, self.options.start_timeout, deadline).wait()
 
-    # Calling
-
     def submit(
         self,
         role: str,
@@ -171,7 +166,7 @@ class RayProcesses:
         keeps_back: bool = False,
         patient: bool = False,
     ) -> RayCall:
-        """One lock holds the order of calls the same on every rank."""
+        """Send a call. One lock keeps the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
         with ray_access:
             direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
@@ -199,7 +194,7 @@ class RayProcesses:
                         else:
                             refs[rank] = lanes[rank].remote(*parts)
                 except BaseException as error:
-                    if refs:  # the next call waits for the ranks that have it already
+                    if refs:  # the next call waits for the ranks that already have this call
                         call = RayCall(self, role, method, refs, timeout, time.monotonic() + timeout)
                         self._stragglers = call, tuple(refs)
                     if isinstance(error, Exception):
@@ -216,14 +211,12 @@ class RayProcesses:
             self._meshes[role] = call.wait()
         return self._meshes[role]
 
-    # Failing
-
     def hurry(self) -> None:
-        """Note that a wait was interrupted: busy ranks may not end in order within the usual time."""
+        """Note that a wait was interrupted, so that busy ranks may not end in order within the usual time."""
         self._in_a_hurry = True
 
     def late(self, call: RayCall) -> WorkerError:
-        """Return the error of a call whose deadline passed; the group breaks, unless only the way here is late."""
+        """Return the error of a call whose deadline passed. The group breaks unless only the outputs are late."""
         diagnosis = self._diagnosis(call)
         error = diagnosis.late()
         if diagnosis.deadly or not (diagnosis.only_slow or call.harmless):
@@ -232,7 +225,7 @@ class RayProcesses:
         return error
 
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
-        """Return the error of a call that Ray says failed. A death breaks the group; an exception leaves it usable."""
+        """Return the error of a call that failed in Ray. A death breaks the group, and an exception does not."""
         diagnosis = self._diagnosis(call)
         failure = diagnosis.failed(error)
         if diagnosis.deadly:
@@ -243,7 +236,7 @@ class RayProcesses:
         return failure
 
     def idle_seconds(self, call: RayCall) -> float:
-        """Return the seconds since a rank that is still at a call made progress; infinite if none did."""
+        """Return the seconds since a rank that still runs a call made progress; infinite if no rank did."""
         return self._diagnosis(call).idle_seconds()
 
     def _diagnosis(self, call: RayCall) -> Diagnosis:
@@ -262,7 +255,7 @@ class RayProcesses:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {why}{cure}", why)
 
     def _wait_for_stragglers(self, role: str, method: str) -> None:
-        """Give ranks that were busy when another one raised a moment to end; a group with a stuck rank is broken."""
+        """Wait briefly for ranks that were busy when another rank raised. A rank that stays busy breaks the group."""
         import ray
 
         assert self._stragglers is not None
@@ -276,10 +269,8 @@ class RayProcesses:
             self._refuse_if_broken(role, method)
         self._stragglers = None
 
-    # Ending
-
     def restarted(self) -> RayProcesses:
-        """Start on the same places, or on other nodes where a node has left."""
+        """Start in the same places, or on other nodes if a node has left."""
         with self._lock:
             if (why := self._ended) is not None:
                 raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
@@ -304,7 +295,7 @@ class RayProcesses:
             self._lease.end()
 
     def _end(self, timeout: float) -> None:
-        """End the processes, in order where they still can."""
+        """Shut down the workers that still respond, and kill the processes."""
         import ray
 
         if self._broken or self._stragglers or self._in_a_hurry:
@@ -320,7 +311,7 @@ class RayProcesses:
         self._kill(patience=2.0)
 
     def _kill(self, patience: float) -> None:
-        """End the processes. Handles are kept: futures may still ask what became of them."""
+        """End the processes. Their handles are kept, because futures may still ask for the cause."""
         remote_facts = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
         elsewhere = [(fact.node_id, fact.pid, fact.started) for fact in remote_facts]
         kill_workers(self._actors, self._local, elsewhere, patience)

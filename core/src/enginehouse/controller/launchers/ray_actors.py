@@ -1,4 +1,4 @@
-"""Starts the Ray actors of a group: one `Host` a rank, with the methods and environment that its roles ask for."""
+"""Starts the Ray actors of a group: one `Host` per rank, with the methods and environment of its roles."""
 
 from __future__ import annotations
 
@@ -22,18 +22,14 @@ from enginehouse.controller.worker import WorkerSpec
 from enginehouse.runtimes.probe import check_interpreter
 
 ASYNC_CALLS = 32
-"""Most async calls a process runs at once; more wait their turn."""
+"""Maximum number of async calls that a process runs at once; further calls wait."""
 URGENT_CALLS = 8
-"""Most urgent ones beside them."""
+"""Maximum number of urgent calls that a process runs at once, in addition."""
 
 
 def start_actors(slots: Sequence[Slot], roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> Iterator[Any]:
-    """Start an actor on each slot, without waiting, and yield each as it is made.
-
-    Raises:
-        ControllerError: colocated roles contradict each other, or a node lacks what its workers are started from or
-            read.
-    """
+    """Start an actor on each slot, without waiting, and yield each actor. Raises `ControllerError` if colocated roles
+    contradict each other, or a node lacks files that its workers need."""
     host = _host_class(roles, options.name)
     python = next(iter(roles.values())).python
     if python is not None:
@@ -46,10 +42,9 @@ def start_actors(slots: Sequence[Slot], roles: Mapping[str, WorkerSpec], options
 
 
 def open_lanes(actors: Sequence[Any], splitting: bool = False) -> dict[Lane, list[Any]]:
-    """Make, once, the handles that calls are sent through: Ray's options cost as much as a call.
+    """Make the handles that send calls once, because Ray's options take as long as a call.
 
     Args:
-        actors: each rank's actor.
         splitting: results come back in two objects, as `keep_back` splits them.
     """
     returns: dict[str, Any] = {"num_returns": 2} if splitting else {}
@@ -65,7 +60,7 @@ def open_lanes(actors: Sequence[Any], splitting: bool = False) -> dict[Lane, lis
 
 
 def open_direct(actors: Sequence[Any], roles: Mapping[str, WorkerSpec]) -> dict[tuple[str, str], list[Any]]:
-    """Return the handles for calls without arguments, by role and method."""
+    """Return the handles of calls without arguments, by role and method."""
     return {
         (role, method): [getattr(actor, _direct_name(role, method)) for actor in actors]
         for role, spec in roles.items()
@@ -83,7 +78,7 @@ def _make_actor(
     slot = slots[rank]
     variables = _merge_variables(roles, "variables", options.name)
     variables |= {"OMP_NUM_THREADS": str(options.threads), **plugins().environment()}
-    if not slot.gpus:  # Ray (2.60) would show it all that the node has
+    if not slot.gpus:  # Ray (2.60) would let it see all GPUs of the node
         variables[VISIBLE] = ",".join(slot.devices or ())
     strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
     placed = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=strategy)
@@ -91,10 +86,8 @@ def _make_actor(
 
 
 def _host_class(roles: Mapping[str, WorkerSpec], group: str) -> Any:
-    """Make the actor class: `Host`, which itself knows nothing of Ray, with lanes and a method for each registered one.
-
-    Any argument, however small, makes a call that does nothing an eighth slower: the direct methods take none.
-    """
+    """Make the actor class: `Host` with Ray's lanes, and a direct method for each registered method. The direct methods
+    take no argument, because any argument makes an empty call an eighth slower."""
     import ray
 
     for name in ("facts", "ping", "stacks", "idle_seconds"):
@@ -126,14 +119,14 @@ def _direct_name(role: str, method: str) -> str:
 
 
 def _runtime_env(roles: Mapping[str, WorkerSpec], group: str) -> dict[str, Any]:
-    """Collect what must hold before the interpreter starts; anything that Ray sets costs the process its warm start."""
+    """Collect the settings that must hold before the interpreter starts. With any of them Ray starts a process cold."""
     env, pythons = _merge_variables(roles, "env", group), {spec.python for spec in roles.values()}
     if len(pythons) > 1:
         named = sorted(python or "the driver's own" for python in pythons)
         raise ControllerError(f"{group}: colocated roles want different interpreters: {named}")
     runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
     if (python := pythons.pop()) is not None:
-        if os.path.exists(python):  # on other nodes only, it is asked when its worker starts
+        if os.path.exists(python):  # a path that only other nodes have is checked at the worker's start
             check_interpreter(python)
         runtime_env["py_executable"] = python
     return {"runtime_env": runtime_env} if runtime_env else {}

@@ -1,4 +1,4 @@
-"""A call on its way to Ray actors."""
+"""A call to Ray actors that was sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from enginehouse.controller.launchers.ray import RayProcesses
 
 FETCH_SECONDS = 60.0
-"""Time that outputs get to come here from other nodes, if the call ended in time and its result is asked for late."""
+"""Time limit to fetch outputs from other nodes, if a call ended in time but its result is requested too late."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,16 +30,13 @@ class RayCall:
     """A `PendingCall` of Ray actors.
 
     Attributes:
-        processes: the group's processes.
-        role: the group's name.
-        method: the method's name.
-        refs: Ray's reference to the result of each rank that was called.
-        timeout: the time limit in seconds.
-        deadline: latest time of its end, by `time.monotonic`.
+        refs: Ray's reference to the result of each called rank.
+        timeout: time limit in seconds.
+        deadline: time limit of the call, by `time.monotonic`.
         rows: Ray's reference to the batch of each rank whose result was split.
-        harmless: it may come late, because it waits behind others and holds nothing up.
-        patient: True if its deadline is put off while its ranks make progress.
-        put_off: True once the deadline was put off.
+        harmless: the call may be late, because it waits behind other calls and blocks none.
+        patient: True if progress of the ranks postpones the deadline.
+        put_off: True once the deadline was postponed.
     """
 
     processes: RayProcesses
@@ -53,14 +50,14 @@ class RayCall:
     patient: bool = False
     put_off: bool = field(default=False, init=False)
     _values: list[Any] | None = field(default=None, init=False)
-    """Results of the ranks, if Ray brought them to a callback."""
+    """Results of the ranks, if a callback has received them from Ray."""
 
     def wait(self, limit: float | None = None) -> list[Any]:
-        """Wait by one `ray.get`; looking for the cause begins when that fails."""
+        """Wait with one `ray.get`, and look for the cause only if it fails."""
         with ray_access:
             values, failure = self._await_values(None if limit is None else time.monotonic() + limit)
             if failure is not None:
-                raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
+                raise failure  # raised here, so that its cause is the worker's traceback and not Ray's own error
             if self.rows:
                 values = [self._shard(rank, value) for rank, value in zip(self.refs, values)]
             if len(values) == len(self.processes.places):
@@ -71,7 +68,7 @@ class RayCall:
             return outputs
 
     def _await_values(self, until: float | None) -> tuple[list[Any], Exception | None]:
-        """Return the ranks' results, or the reasons why there are none; `until` by `time.monotonic()`."""
+        """Return the ranks' results, or the error. `until` is a time of `time.monotonic()`."""
         import ray
 
         while True:
@@ -94,7 +91,7 @@ class RayCall:
                 raise
 
     def _get_values(self, limit: float | None, seconds: float) -> list[Any]:
-        """Get the ranks' results; past the deadline those that exist by now, with time to bring them here."""
+        """Return the ranks' results. After the deadline, return only existing results, with time to fetch them."""
         import ray
 
         if self._values is not None:
@@ -114,14 +111,14 @@ class RayCall:
         return ray.get(refs, timeout=FETCH_SECONDS if limit is None else min(limit, FETCH_SECONDS))
 
     def _ended(self) -> bool:
-        """Return True if every rank has ended; outputs may be on other nodes still."""
+        """Return True if every rank has ended, even if outputs are still on other nodes."""
         import ray
 
         refs = list(self.refs.values())
         return not ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
 
     def _shard(self, rank: int, value: Any) -> Any:
-        """Put a shard in the place of a batch's facts; return any other value as it is."""
+        """Replace the facts of a batch in a result by a shard; return any other value unchanged."""
         facts = get_last(value)
         if not isinstance(facts, ShardFacts):
             return value
@@ -144,7 +141,7 @@ class RayCall:
         return True
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """Ray calls back in its own thread, with each rank's value, which is kept for `wait`."""
+        """Register a callback. Ray runs it in its own thread with each rank's value, which is kept for `wait`."""
         values: dict[int, Any] = {}
         called, lock = False, threading.Lock()
 

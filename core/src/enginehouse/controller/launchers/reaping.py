@@ -1,4 +1,4 @@
-"""Ends worker processes with all they started. Ray's own `kill` ends only an actor's process, and later."""
+"""Ends worker processes with their children. Ray's own `kill` ends only an actor's process, and later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginehouse.controller.ray_access import ENDING_SECONDS, ray_access
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 15.0
-"""Time a node gets to start the task that ends processes there; after it, Ray's own `kill` has to do."""
+"""Time limit for a node to start the task that ends processes. After it, only Ray's own `kill` is used."""
 
 
 def kill_workers(
@@ -24,13 +24,12 @@ def kill_workers(
     elsewhere: Sequence[tuple[str, int, float]],
     patience: float,
 ) -> None:
-    """Kill a group's processes and end what they started.
+    """Kill a group's processes, and end their children.
 
     Args:
-        actors: each rank's actor.
-        local: the processes on this node, by rank.
-        elsewhere: Ray's id of the node, the process id and the start (`time.time()`) of each process on other nodes.
-        patience: seconds that what they started gets to end by itself.
+        local: processes on this node, by rank.
+        elsewhere: Ray's node id, the process id and the start (`time.time()`) of each process on other nodes.
+        patience: seconds that the children have to end by themselves.
     """
     import ray
 
@@ -62,7 +61,7 @@ def kill_workers(
 
 
 def end_or_warn(what: str, call: Callable[[], object], seconds: float) -> None:
-    """Make a call by `RayAccess.end`; whatever Ray raises is logged, so that what else ends the processes is done."""
+    """Make a call by `RayAccess.end`, and only log errors of Ray, so that the other steps of an end still run."""
     try:
         ray_access.end(what, call, seconds)
     except Exception as error:
@@ -70,11 +69,11 @@ def end_or_warn(what: str, call: Callable[[], object], seconds: float) -> None:
 
 
 class Ending:
-    """Ends processes on other nodes, and what they started; a node that has left is skipped.
+    """Ends processes on other nodes, and their children. It skips a node that has left.
 
     Args:
-        processes: Ray's id of the node, the process id and the start (`time.time()`) of each.
-        patience: seconds the processes it started get to end by themselves.
+        processes: Ray's node id, the process id and the start (`time.time()`) of each process.
+        patience: seconds that the children have to end by themselves.
     """
 
     def __init__(self, processes: Sequence[tuple[str, int, float]], patience: float):
@@ -91,7 +90,7 @@ class Ending:
             self._tasks.append(task.options(scheduling_strategy=strategy).remote(on_node, patience))
 
     def wait(self) -> None:
-        """Wait until they have ended, or a node has not started to end them within `REACH_SECONDS`."""
+        """Wait until the processes have ended, but at most `REACH_SECONDS` and `patience`."""
         import ray
 
         if not self._tasks:
@@ -102,12 +101,11 @@ class Ending:
         for ref in ended:
             try:
                 ray.get(ref, timeout=1.0)
-            except Exception as error:  # a node that leaves takes its processes along
+            except Exception as error:  # a node that has left has no processes to end
                 log.info("could not end processes on another node: %s", error)
 
 
 def _end_here(processes: Sequence[tuple[int, float]], patience: float) -> None:
-    """Run on the node of the processes."""
     heads = []
     children = []
     for pid, started in processes:

@@ -1,6 +1,6 @@
-"""The meeting point of `torch.distributed`: rank 0 binds the port itself, so no other process can take it first.
+"""The rendezvous of `torch.distributed`. Rank 0 binds the port itself, so that no other process can take it first.
 
-Every rank, 0 included, connects to the store as a client (`TORCHELASTIC_USE_AGENT_STORE`), so that plain
+Every rank, also rank 0, connects to the store as a client (`TORCHELASTIC_USE_AGENT_STORE`). So plain
 `torch.distributed.init_process_group("gloo")` works in a worker.
 """
 
@@ -12,10 +12,8 @@ from typing import Any
 
 
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
-    """Open the store on a port the system chooses; return it (keep it) and the port. Imports torch.
-
-    It listens only at `address`, because it asks nobody for a secret; torch's own store would listen at every address.
-    """
+    """Open the store on a free port, and return the store, which the caller must keep, and the port. Imports torch. It
+    listens only at `address`, because it has no authentication. torch's default store would listen at every address."""
     from torch.distributed import TCPStore
 
     family, _, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -36,7 +34,7 @@ def open_store(address: str, timeout: float) -> tuple[Any, int]:
 def rank_variables(
     rank: int, world_size: int, local_rank: int, local_world_size: int, store: tuple[str, int] | None
 ) -> dict[str, str]:
-    """Return the environment variables of one rank; `store` is address and port, None without a rendezvous."""
+    """Return the environment variables of one rank. `store` is the store's address and port, or None."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

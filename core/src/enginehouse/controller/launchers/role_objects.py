@@ -1,4 +1,4 @@
-"""The objects that live in one process, one for each role."""
+"""The objects in one process, one per role."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from enginehouse.engines.model import ProcessContext
 log = logging.getLogger(__name__)
 
 current_role: contextvars.ContextVar[str] = contextvars.ContextVar("enginehouse_role", default="")
-"""The role whose method is running; log lines carry it."""
+"""Role whose method is running, for log lines."""
 
 
 @contextlib.contextmanager
 def act_as(role: str) -> Iterator[None]:
-    """Make a role the current one, also for coroutines that are handed to the event loop inside."""
+    """Make a role the current role, also for coroutines that are submitted to the event loop inside the context."""
     token = current_role.set(role)
     try:
         yield
@@ -32,11 +32,7 @@ def act_as(role: str) -> Iterator[None]:
 
 
 class RoleObjects:
-    """Builds the objects of one process, holds them by role, and shuts them down.
-
-    Attributes:
-        loop: the event loop on which async methods run.
-    """
+    """Builds the objects of one process, holds them by role, and shuts them down."""
 
     def __init__(self) -> None:
         self.loop = EventLoop()
@@ -44,26 +40,26 @@ class RoleObjects:
         self._closed = False
 
     def __getitem__(self, role: str) -> Any:
-        if self._closed:  # a call that was sent before the end, and came after it
+        if self._closed:  # the call was sent before the shutdown and arrived after it
             raise CancelledError(f"{role} was shut down")
         return self._objects[role]
 
     def build(self, role: str, spec: WorkerSpec, context: ProcessContext) -> None:
-        """Build the object of a role: its `context` is set before its `__init__` runs."""
+        """Build the object of a role. Its `context` is set before its `__init__` runs."""
         with act_as(role):
             worker = spec.cls.__new__(spec.cls, *spec.args, **spec.kwargs)
-            with contextlib.suppress(AttributeError):  # a class with slots that does not want one
+            with contextlib.suppress(AttributeError):  # a class with slots may have no `context`
                 worker.context = context
             worker.__init__(*spec.args, **spec.kwargs)
         self._objects[role] = worker
 
     def mesh(self, role: str) -> Mesh | None:
-        """Return the mesh of a role's object, if it has one."""
+        """Return the mesh of a role's object; None if it has none."""
         mesh = getattr(self._objects.get(role), "mesh", None)
         return mesh if isinstance(mesh, Mesh) else None
 
     def close(self, timeout: float) -> None:
-        """Call the objects' `shutdown`, last built first, and end the loop; errors are logged."""
+        """Call the objects' `shutdown` in reverse order, log their errors, and end the loop."""
         for role, worker in reversed(self._objects.items()):
             if not callable(getattr(worker, "shutdown", None)):
                 continue

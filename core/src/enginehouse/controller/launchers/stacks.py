@@ -1,4 +1,4 @@
-"""The Python stacks of a process: of its threads and of the coroutines on its event loop."""
+"""Formats the Python stacks of a process's threads and of the coroutines on its event loop."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from types import FrameType
 from typing import Any
 
 OURS = "/enginehouse/controller/launchers/"
-"""The path of the code that a call passes through in a worker: frames below it tell a user nothing."""
+"""Path of the launchers' code. Messages leave out frames up to this code."""
 
 
 def process_stacks(busy: Mapping[int, str], loop: asyncio.AbstractEventLoop | None) -> str:
-    """Format the stacks of this process, those at work first.
+    """Format the stacks of this process, with those of working threads first.
 
     Args:
-        busy: the call that each working thread runs, by thread id.
-        loop: the event loop, for its coroutines.
+        busy: the call of each working thread, by thread id.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
@@ -46,7 +45,7 @@ def _format_coroutines(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 
 def _format_awaited(awaited: Any) -> str:
-    """Format the chain that a suspended coroutine awaits, outermost first; `Task.get_stack` gives its first frame."""
+    """Format the chain that a suspended coroutine awaits, outermost first. `Task.get_stack` gives only the first."""
     lines = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)

@@ -1,4 +1,4 @@
-"""Logging in a worker: lines carry role and rank, and the last lines are kept for errors."""
+"""Logging in a worker. Each line has the role and rank, and the last lines are kept for errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT_LINES = 20
 
 
 class RecentLines(logging.Handler):
-    """Keeps the last lines."""
+    """Keeps the last log lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,12 +22,11 @@ class RecentLines(logging.Handler):
         self._lines.extend(self.format(record).splitlines())
 
     def lines(self) -> tuple[str, ...]:
-        """Return the last lines, oldest first."""
         return tuple(self._lines)
 
 
 def install(group: str, rank: int, world_size: int, level: int) -> RecentLines:
-    """Have this process's root logger write to stderr, its log file, and to the handler that is returned."""
+    """Let this process's root logger write to stderr, which is the worker's log file, and to the returned handler."""
 
     def add_place(record: logging.LogRecord) -> bool:
         record.place = f"{current_role.get() or group} {rank}/{world_size}"

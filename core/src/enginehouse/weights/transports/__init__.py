@@ -1,1 +1,1 @@
-"""Built-in weight transports, found by their records."""
+"""Built-in weight transports, which their records name."""

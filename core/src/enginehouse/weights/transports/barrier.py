@@ -1,4 +1,4 @@
-"""A session's shared state: its threads wait here until a deadline, an abort, or a lost connection."""
+"""State that the threads of a session share. They wait here until a deadline, an abort, or a lost connection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ class Barrier:
     """State of a connection that several threads share. All fields are read and written under `changed`.
 
     Attributes:
-        changed: condition, notified of every change.
-        begun: version of the newest update begun.
+        begun: version of the newest update.
         aborted: updates up to this version fail.
-        broken: why the connection is broken; empty while it is not.
+        broken: the reason why the connection is broken; empty if it is not.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,11 @@ class Barrier:
             raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self.begun}")
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait, holding `changed`, until `ready()`, even if the connection breaks just then.
+        """Wait, holding `changed`, until `ready()`, even if the connection breaks at the same time.
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or the connection is broken.
-            WeightSyncError: the deadline passed; `missing()` says what did not happen.
+            WeightSyncError: the deadline passed; `missing()` describes what did not happen.
         """
         self.changed.wait_for(lambda: ready() or self.aborted >= version or bool(self.broken), deadline.left)
         if self.aborted >= version or not ready():
@@ -51,11 +50,8 @@ class Barrier:
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
 
     def begin(self, version: int) -> None:
-        """Make `version` the newest update, holding `changed`.
-
-        Raises:
-            WeightSyncError: it is not newer than the last, or was aborted already.
-        """
+        """Make `version` the newest update, holding `changed`. Raises `WeightSyncError` if the version is not newer
+        than the last, or was aborted already."""
         if version <= self.begun:
             raise WeightSyncError(f"weight update {version} is not newer than {self.begun}, the last one begun")
         self.check(version)
@@ -68,7 +64,7 @@ class Barrier:
         self.changed.notify_all()
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail with the first reason given."""
+        """Make every wait fail with the first reason."""
         with self.changed:
             self.broken = self.broken or why
             self.changed.notify_all()

@@ -1,7 +1,7 @@
-"""A process group of a sender and its receivers, apart from the default group of `torch.distributed`.
+"""A process group of a sender and its receivers, separate from the default group of `torch.distributed`.
 
-A collective cannot be taken back: a rank that has begun one ends it with all others, or not at all. So a group is given
-up after a failure, and the next update has a new one.
+A collective cannot be cancelled, because a rank that has begun it can only end it together with all other ranks. So the
+group is abandoned after a failure, and the next update makes a new group.
 """
 
 from __future__ import annotations
@@ -21,24 +21,20 @@ if TYPE_CHECKING:
     import torch
 
 MEETING_SECONDS = 30.0
-"""Time limit of a connection between ranks: a rank that died after it told its address never connects."""
+"""Time limit of a connection between ranks, because a rank that dies after it published its address never connects."""
 
 LATE_SECONDS = 5.0
-"""Time that a collective may take beyond its waiters' deadline: their errors say more than its own."""
+"""Time that a collective may exceed the deadline of its waiters, whose errors say more than its own."""
 
 
 class BroadcastGroup:
     """One rank's part in a group, and its buffers.
 
-    A thread joins the group, broadcasts in the order asked for, and leaves. After a failure all broadcasts fail.
+    A thread joins the group, broadcasts in the requested order, and leaves. After a failure all broadcasts fail.
 
     Args:
-        store: store by which the ranks find each other.
-        own_host: this rank's address, on the interface by which it reaches the others.
-        rank: this rank; 0 sends.
+        own_host: address of this rank, on the interface by which it reaches the other ranks.
         number: number of the group, unique in its store.
-        nbytes: size of a buffer.
-        deadline: deadline for joining.
 
     Attributes:
         buffers: `AHEAD` tensors of bytes.
@@ -59,21 +55,19 @@ class BroadcastGroup:
         self._thread.start()
 
     def broadcast(self, slot: int, nbytes: int, deadline: Deadline) -> Future[None]:
-        """Broadcast the first bytes of a buffer, which must not be touched until the future ends.
-
-        The future fails with a `RuntimeError` of `torch.distributed` if another rank left, died or did not take part.
-        """
+        """Broadcast the first `nbytes` of a buffer, which nobody may touch until the future ends. The future fails with
+        a `RuntimeError` of `torch.distributed` if another rank left, died or did not take part."""
         future: Future[None] = Future()
         self._broadcasts.put((self.buffers[slot][:nbytes], deadline, future))
         return future
 
     def leave(self) -> None:
-        """Leave the group after the present join or broadcast; the other ranks' broadcasts then fail."""
+        """Leave the group after the current join or broadcast. The other ranks' broadcasts then fail."""
         self._left.set()
         self._broadcasts.put(None)
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the group was left, at most for so long."""
+        """Wait for at most `seconds` until the group was left."""
         self._thread.join(seconds)
 
     def _serve(self) -> None:
@@ -89,8 +83,8 @@ class BroadcastGroup:
                 try:
                     self._move(group, buffer, deadline)
                 except BaseException as error:
-                    failure = error.with_traceback(None)  # which would keep the group
-                    group = None  # closes its connections: nobody is to wait for this rank any more
+                    failure = error.with_traceback(None)  # a traceback would keep the group alive
+                    group = None  # closes its connections, so that no rank waits for this rank
             if failure is None:
                 future.set_result(None)
             else:
@@ -99,14 +93,14 @@ class BroadcastGroup:
     def _join(self) -> Any:
         import torch.distributed as dist
 
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+        options = dist.ProcessGroupGloo._Options()
         options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_host)]
         store = self._store.for_group(f"{self.number}:", self._deadline)
         group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         store.set(f"joined {self._rank}", "")
-        store.wait([f"joined {rank}" for rank in range(self._size)])  # one that left now would keep others joining
+        store.wait([f"joined {rank}" for rank in range(self._size)])  # an early leave would block other ranks' joins
         return group
 
     def _move(self, group: Any, buffer: torch.Tensor, deadline: Deadline) -> None:

@@ -1,11 +1,12 @@
-"""Broadcasts weights from training rank 0 to any number of rollout replicas, on any hosts, through their own group.
+"""Broadcasts weights from training rank 0 to any number of rollout replicas, on any hosts, in a separate group.
 
-Weights travel bucket by bucket in collectives of a `BroadcastGroup`, messages over a TCP connection from each replica
+Weights are sent bucket by bucket in collectives of a `BroadcastGroup`. Messages use a TCP connection from each replica
 to rank 0 (`Rendezvous`).
 
-A replica takes part in the broadcasts of two buckets before it has taken any, and in that of bucket k + 2 once it has
-taken bucket k. The sender begins no broadcast before all replicas take part in it, so each ends, unless a process dies
-or stands still until the deadline. After a failed update the group is given up, however far its ranks came.
+A replica takes part in the broadcasts of two buckets before it has taken any. It takes part in the broadcast of bucket
+k + 2 once it has taken bucket k. The sender begins a broadcast only when all replicas take part in it. So each
+broadcast ends, unless a process dies or hangs until the deadline. After a failed update the group is abandoned,
+whatever its ranks have done.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 ENDING_SECONDS = 1.0
-"""Time that `close` waits for a group's thread; if another rank keeps it longer, it ends by itself."""
+"""Time that `close` waits for a group's thread. If another rank blocks the thread longer, it ends by itself."""
 
 
 class CollectiveTransport(BucketTransport):
@@ -47,33 +48,26 @@ class CollectiveTransport(BucketTransport):
     name = "collective"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: the sender cannot be reached at its address, or is another run's.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if the sender cannot be reached at
+        its address, or belongs to another run."""
         if side == "send":
             return CollectiveSender(plan) if index == 0 else IdleSender()
         return CollectiveReceiver(plan, index)
 
 
 def bucket_nbytes(plan: TransferPlan, bucket: int) -> int:
-    """Return the bytes that travel for a bucket, with its heading."""
+    """Return the bytes to send for a bucket, with its heading."""
     return buffer_bytes(sum(plan.parameters[index].aligned_nbytes for index in plan.buckets[bucket]))
 
 
 def view_bucket(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[tuple[ParamMeta, torch.Tensor]]:
-    """Return the parameters of a bucket with tensors that view a buffer, behind its heading."""
+    """Return the parameters of a bucket, each with a tensor that views the buffer after its heading."""
     parameters = parameters_of(plan, bucket)
     return view_parameters(parameters, lay_out(parameters)[0], buffer[ALIGNMENT:])
 
 
 class CollectiveSender(Sender):
-    """The end of training rank 0.
-
-    Attributes:
-        port: port to which receivers connect.
-    """
+    """The end of training rank 0. Receivers connect to `port`."""
 
     def __init__(self, plan: TransferPlan):
         self._plan = plan
@@ -119,7 +113,7 @@ class CollectiveSender(Sender):
                 sums[parameter.name] = copy_with_checksum(tensor.detach().to("cpu").contiguous(), view)
             broadcasts.append(group.broadcast(slot, bucket_nbytes(self._plan, bucket), deadline))
             broadcasts[-1].add_done_callback(self._wake)
-        for _ in planned:  # raises if there is more than was planned
+        for _ in planned:  # raises if there are surplus weights
             pass
         self._wait_taken(broadcasts, version, deadline)
         return sums
@@ -140,7 +134,7 @@ class CollectiveSender(Sender):
     def _new_group(self, deadline: Deadline) -> BroadcastGroup:
         self._groups += 1
         size, nbytes = 1 + self._plan.receivers, buffer_bytes(self._plan.bucket_bytes)
-        own_host = next(iter(self._rendezvous.channels.values())).own_host  # as the receivers know it
+        own_host = next(iter(self._rendezvous.channels.values())).own_host  # the address that receivers use
         return BroadcastGroup(self._store, own_host, 0, size, self._groups, nbytes, deadline)
 
     def _wake(self, moved: Future[None]) -> None:
@@ -148,24 +142,22 @@ class CollectiveSender(Sender):
             self._barrier.changed.notify_all()
 
     def _wait_taken(self, broadcasts: list[Future[None]], version: int, deadline: Deadline) -> None:
-        """Wait until every receiver has taken the first buckets, of these broadcasts."""
+        """Wait until every receiver has taken the buckets of these broadcasts."""
         rendezvous, count = self._rendezvous, len(broadcasts)
 
         def missing() -> str:
             return rendezvous.missing(version, count)
 
         with self._barrier.changed:
-            for last in broadcasts[-1:]:  # they end in order, and those after a failure fail
+            for last in broadcasts[-1:]:  # they end in order, and all after a failed broadcast fail
                 await_broadcast(self._barrier, last, version, deadline, missing)
             self._barrier.wait(lambda: not (count and rendezvous.behind(version, count)), version, deadline, missing)
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             self._rendezvous.abort(version)
 
     def close(self) -> None:
-        """Close this end."""
         self._rendezvous.close()
         if self._group is not None:
             self._group.leave()
@@ -180,9 +172,9 @@ class CollectiveReceiver(Receiver):
         self._index = index
         self._barrier = Barrier()
         self._store = Store(self._barrier, lambda name, value: self._channel.send({"note": name, "value": value.hex()}))
-        self._noted = -1  # newest version that the sender knows was taken here
+        self._noted = -1  # newest version whose end the sender has confirmed
         self._group: BroadcastGroup | None = None
-        self._arriving: list[Future[None]] = []  # the buckets of the newest update, those to come included
+        self._arriving: list[Future[None]] = []  # buckets of the newest update, arrived or not
         self._limit = Deadline(0.0)  # of the newest update
         channel, self._barrier.aborted = join(plan, index, 0)
         self._channel = channel
@@ -205,7 +197,7 @@ class CollectiveReceiver(Receiver):
                 self._begin(**message)
 
     def _begin(self, version: int, group: int, seconds: float) -> None:
-        """Take part in an update's first broadcasts, even if it was aborted here, as the sender may have begun them."""
+        """Take part in an update's first broadcasts, even if it was aborted, because the sender may have begun them."""
         self._limit = Deadline(seconds)
         if group and (self._group is None or self._group.number != group):
             if self._group is not None:
@@ -243,7 +235,7 @@ class CollectiveReceiver(Receiver):
                 self._barrier.check_newest(version)
                 self._take_part()
                 self._channel.send({"version": version, "taken": bucket + 1})
-        with barrier.changed:  # wait for the sender's note, so that no abort before it is missed
+        with barrier.changed:  # wait for the sender's confirmation, so that no earlier abort is missed
             self._barrier.check_newest(version)
             if self._plan.buckets:
                 missing = "the trainer did not note that all was taken"
@@ -258,7 +250,7 @@ class CollectiveReceiver(Receiver):
             await_broadcast(
                 barrier, broadcast, version, deadline, lambda: f"bucket {bucket + 1} of {count} did not arrive"
             )
-        assert group is not None  # a broadcast was asked of it
+        assert group is not None  # the group has a broadcast
         buffer = group.buffers[bucket % AHEAD]
         if (heading := read_heading(buffer)) != (version, bucket):
             raise WeightSyncError(
@@ -269,14 +261,12 @@ class CollectiveReceiver(Receiver):
         return buffer
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             if version > self._barrier.aborted:
                 self._barrier.abort(version)
                 self._channel.send({"aborted": version})
 
     def close(self) -> None:
-        """Close this end."""
         self._barrier.close()
         self._channel.close()
         with self._barrier.changed:
@@ -293,7 +283,7 @@ def await_broadcast(
 
     Raises:
         WeightSyncError: see `Barrier.wait`.
-        WeightUpdateAborted: the broadcast failed, since another rank left.
+        WeightUpdateAborted: the broadcast failed, because another rank left.
     """
     barrier.wait(broadcast.done, version, deadline, missing)
     error = broadcast.exception()

@@ -1,4 +1,4 @@
-"""Numbers in a little shared memory, by which the ends of a shared-memory connection talk to each other."""
+"""Numbers in a small shared memory, by which the ends of a shared-memory connection communicate."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.shared_segment import SharedSegment
 
 _WORD = 8
-_LINE = ALIGNMENT // _WORD  # words in a cache line; different processes write to different lines
+_LINE = ALIGNMENT // _WORD  # words in a cache line
 
 _POLLS_BEFORE_NAPPING = 50
 _SHORTEST_NAP_SECONDS = 20e-6
 _LONGEST_NAP_SECONDS = 1e-3
 _NAP_SHARE = 1 / 32
-"""Share of the wait so far that a nap takes: a wait ends later than necessary by at most this fraction."""
+"""Length of a nap as a fraction of the wait so far, so that a wait ends late by at most this fraction."""
 
-# Line 0 is written by the sender
+# The sender writes line 0. Each process writes to its own cache lines.
 BEGUN = 0, 0
-"""Version of the newest update begun. Buffers that nobody holds may be overwritten from then on."""
+"""Version of the newest update. Once it is set, buffers that nobody holds may be overwritten."""
 OPENED = 0, 1
-"""Newest version for which the words below are set."""
+"""Newest version for which the words below are valid."""
 FIRST = 0, 2
-"""Number of its first bucket; buckets are counted over all updates."""
+"""Number of the update's first bucket, counted over all updates."""
 BUFFER = 0, 3
-"""Serial number of its buffer."""
+"""Serial number of the update's buffer."""
 DESCRIPTOR = 0, 4
 """The sender's file descriptor of that buffer."""
 WRITTEN = 0, 5
@@ -38,13 +38,13 @@ CLOSED = 0, 7
 """1 once the sender has died or closed."""
 
 ABORTED = 1, 0
-"""Line 1, written by both sides: updates up to this version fail."""
+"""Updates up to this version fail. Both sides write line 1."""
 
-# Each further line is written by a receiver
+# Each receiver writes one further line
 ATTACHED, TAKEN = 0, 1
-"""1 once it is attached; number of the last bucket it took."""
+"""1 once the receiver is attached, and the number of the last bucket that it took."""
 HOLDS = range(2, _LINE)
-"""Serial numbers of the buffers it holds; 0 in unused words."""
+"""Serial numbers of the buffers that the receiver holds; 0 in unused words."""
 
 
 class ControlBlock:
@@ -65,7 +65,7 @@ class ControlBlock:
         self._receivers = plan.receivers
         self._words = memoryview(self.segment.memory).cast("q")
         self._fence = threading.Lock()
-        self.closed = False  # this end
+        self.closed = False  # of this end
         if create:
             self[BEGUN] = self[OPENED] = self[ABORTED] = -1
 
@@ -79,23 +79,19 @@ class ControlBlock:
 
     @staticmethod
     def line(receiver: int) -> int:
-        """Return a receiver's line."""
         return 2 + receiver
 
     @property
     def begun(self) -> int:
-        """Version of the newest update begun."""
         return self[BEGUN]
 
     def held_serials(self) -> set[int]:
-        """Return the serial numbers of the buffers that a receiver holds."""
+        """Return the serial numbers of the buffers that receivers hold."""
         return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
 
     def fence(self) -> None:
-        """Order memory accesses before and after this, as other processes see them.
-
-        Python has no memory barrier, but a lock is one in each direction, and two in a row are a full one.
-        """
+        """Order memory accesses before and after this call, as other processes see them. Python has no memory barrier,
+        but a lock is a barrier in each direction, and two locks in a row are a full barrier."""
         for _ in range(2):
             with self._fence:
                 pass
@@ -105,7 +101,7 @@ class ControlBlock:
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or an end is closed.
-            WeightSyncError: the deadline passed; `missing()` says what did not happen.
+            WeightSyncError: the deadline passed; `missing()` describes what did not happen.
         """
         polls = 0
         begun = time.monotonic()

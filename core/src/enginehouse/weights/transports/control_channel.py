@@ -1,4 +1,4 @@
-"""Sends JSON messages both ways over a TCP connection between the ends of a transport."""
+"""Sends JSON messages in both directions over a TCP connection between the ends of a transport."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 1 << 16
 
 SENDING_SECONDS = 15
-"""Time that an end may take no message before the connection is ended. Far more are buffered than an update has."""
+"""Time after which a connection is closed if the other end reads nothing. Its buffer holds an update's messages."""
 
 
 class ControlChannel:
     """One end of a connection.
 
     Args:
-        connection: connected; closed with the channel.
+        connection: a connected socket, which is closed with the channel.
 
     Attributes:
-        own_host: this side's address, by which the other side is reached.
+        own_host: address of this side, by which the other side reaches it.
     """
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between updates it may be silent for long
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # no message is sent between updates
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SENDING_SECONDS, 0))
         self._connection = connection
         self._reading = connection.makefile("rb")
@@ -40,7 +40,7 @@ class ControlChannel:
         self.own_host: str = connection.getsockname()[0]
 
     def send(self, message: dict[str, Any], after: bytes = b"") -> None:
-        """Send a message, behind some bytes; a failure ends the connection, which `listen` notices."""
+        """Send a message after the bytes `after`. A failure closes the connection, which `listen` notices."""
         try:
             with self._sending:
                 self._connection.sendall(after + json.dumps(message).encode() + b"\n")
@@ -48,7 +48,7 @@ class ControlChannel:
             self.close()
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message; None if the other end is closed, sends nothing for that long, or sends nonsense."""
+        """Return the next message; None if the other end is closed or sends no valid message in time."""
         try:
             with self._ended_after(seconds):
                 text = self._reading.readline(LONGEST_MESSAGE)
@@ -58,7 +58,7 @@ class ControlChannel:
             return None
 
     def receive_bytes(self, count: int, seconds: float) -> bytes:
-        """Return the next bytes; fewer if the other end is closed, or does not send them in time."""
+        """Return the next `count` bytes; fewer if the other end is closed, or does not send them in time."""
         try:
             with self._ended_after(seconds):
                 return self._reading.read(count)
@@ -67,7 +67,7 @@ class ControlChannel:
 
     @contextmanager
     def _ended_after(self, seconds: float | None) -> Iterator[None]:
-        """End the connection if the whole block takes longer than that."""
+        """Close the connection if the whole block takes longer than `seconds`."""
         limit = None if seconds is None else threading.Timer(seconds, self.close)
         if limit is not None:
             limit.daemon = True
@@ -79,7 +79,7 @@ class ControlChannel:
                 limit.cancel()
 
     def listen(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
-        """Call `on_message` with each message, on a separate thread; then `on_end` once."""
+        """Call `on_message` with each message, on a separate thread, and finally `on_end` once."""
 
         def read() -> None:
             try:
@@ -94,17 +94,15 @@ class ControlChannel:
         threading.Thread(target=read, name="weights-control", daemon=True).start()
 
     def release(self) -> socket.socket:
-        """Return the connection itself, without a limit for sending; the channel must not be used any more.
-
-        Bytes behind the last message may be lost: the other end must send none before it is sent to.
-        """
+        """Return the socket, without a time limit for sending. The channel must not be used any more. Bytes after the
+        last message may be lost, so the other end must send none before this end sends."""
         self._reading.close()
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         return self._connection
 
     def close(self) -> None:
-        """End the connection for both sides. May be called twice, and from any thread."""
+        """Close the connection for both sides. Callable twice, and from any thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-        self._reading.close()  # the connection's descriptor goes with the last of the two
+        self._reading.close()  # the descriptor is closed with the last of the two

@@ -1,4 +1,4 @@
-"""The time after which a wait is an error."""
+"""A time limit for waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Deadline:
-    """One time limit for several waits, this many seconds from now."""
+    """A common time limit for several waits, `seconds` from now."""
 
     __slots__ = ("_end", "seconds")
 
@@ -16,7 +16,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline, never negative."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property

@@ -26,7 +26,7 @@ class BucketTransport:
     """Base class of transports of whole parameters in buckets.
 
     Attributes:
-        name: the transport's name in its plans.
+        name: name of the transport in its plans.
     """
 
     name: str
@@ -39,7 +39,8 @@ class BucketTransport:
 
 
 class Sender(ABC):
-    """Exhausts the weights in every case, as other ranks gather them too; a send that fails aborts the update."""
+    """Base class of sending ends. It always exhausts the weights, because other ranks gather them too. A failed `send`
+    aborts the update."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
@@ -55,10 +56,10 @@ class Sender(ABC):
 
     @abstractmethod
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
-        """Send the weights that `source` yields, and return their checksums."""
+        """Send the weights of `source`, and return their checksums."""
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Refuse to receive."""
+        """Raise an error, because a sender does not receive."""
         raise TypeError("a training rank does not receive weights")
 
     @abstractmethod
@@ -80,12 +81,12 @@ class IdleSender(Sender):
 
 
 class Receiver(ABC):
-    """Aborts the update if a receive fails, or is given up before its end."""
+    """Base class of receiving ends. It aborts the update if a receive fails, or the caller stops before its end."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
     ) -> dict[str, str]:
-        """Refuse to send."""
+        """Raise an error, because a receiver does not send."""
         raise TypeError("a rollout replica does not send weights")
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
@@ -93,7 +94,7 @@ class Receiver(ABC):
         deadline = Deadline(deadline_seconds)
         try:
             yield from self._recv(version, deadline)
-        except BaseException:  # GeneratorExit too: a receiver that stops early
+        except BaseException:  # also GeneratorExit, if the caller stops early
             self.abort(version)
             raise
 
@@ -107,12 +108,12 @@ class Receiver(ABC):
 
 
 def address_of(session: TransportSession, host: str) -> str:
-    """Return the `host:port` at which receivers reach a sender's end; empty if it waits for no connection."""
+    """Return the `host:port` at which receivers reach a sender's end; empty if the sender accepts no connections."""
     return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
 
 
 def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights to give a sender's end: whole parameters, or the rank's parts if the transport sends these."""
+    """Return the weights for a sender's end: whole parameters, or the rank's parts if the transport sends parts."""
     if isinstance(session, PartsSession) and session.sends_parts:
         return source.iter_local()
     return source.iter_full()

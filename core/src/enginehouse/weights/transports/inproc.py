@@ -1,8 +1,8 @@
 """Passes references to the trainer's tensors, bucket by bucket, between two roles of one process.
 
-Training rank i sends to rollout replica i in the same process. Nothing is copied here; the rollout engine copies what
-it stages, unless the trainer lends it the tensors. One bucket is on its way while the next is gathered, so a trainer
-that gathers sharded parameters never holds more than two.
+Training rank i sends to rollout replica i in the same process, without a copy. The rollout engine copies the staged
+tensors, unless the trainer lends them. One bucket is in transfer while the trainer gathers the next, so a trainer that
+gathers sharded parameters holds at most two.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ _mailboxes_lock = threading.Lock()
 
 
 class InprocTransport(BucketTransport):
-    """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
+    """Passes tensors by reference from a training rank to the rollout replica of the same number and process."""
 
     name = "inproc"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: replica `index` is not in the process of training rank `index`.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if replica `index` is not in the
+        process of training rank `index`."""
         key = (plan.session, index)
         if side == "send":
             if index >= plan.receivers:
@@ -54,14 +51,14 @@ class InprocTransport(BucketTransport):
 
 
 class Mailbox(Barrier):
-    """The state that one sender and one receiver share."""
+    """State that one sender and one receiver share."""
 
     def __init__(self, plan: TransferPlan, key: tuple[str, int]):
         super().__init__()
         self.plan = plan
         self.key = key
-        self.taken = 0  # number of buckets of the newest update that the receiver is done with
-        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors on their way
+        self.taken = 0  # number of buckets of the newest update that the receiver has taken
+        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors in transfer
         self.loan: Loan | None = None  # of the newest update's tensors
 
     def abort(self, version: int) -> None:
@@ -71,7 +68,6 @@ class Mailbox(Barrier):
             self.bucket = None
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail, and drop the tensors."""
         super().close(why)
         with self.changed:
             self.bucket = None
@@ -87,12 +83,10 @@ class InprocSession:
         self._mailbox = mailbox
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._mailbox.changed:
             self._mailbox.abort(version)
 
     def close(self) -> None:
-        """Close both ends."""
         self._mailbox.close()
 
 
@@ -119,7 +113,7 @@ class InprocSender(InprocSession, Sender):
                 self._wait_taken(number, version, deadline, count)
                 box.bucket = (number, tensors)
                 box.changed.notify_all()
-        for _ in planned:  # raises if there is more than was planned
+        for _ in planned:  # raises if there are surplus weights
             pass
         with box.changed:
             self._wait_taken(count, version, deadline, count)

@@ -10,8 +10,8 @@ def load_transport(name: str) -> WeightTransport:
     """Make the transport of a registered name, `"distribution:name"`, or `"module:Class"`.
 
     Raises:
-        PluginLookupError: no such transport.
-        ResolveError: its module or class is not there.
+        PluginLookupError: there is no such transport.
+        ResolveError: its module or class does not exist.
     """
     manager = plugins()
     return resolve(manager.get("transport", name).transport if manager.is_name(name) else name)()

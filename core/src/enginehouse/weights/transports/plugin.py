@@ -19,7 +19,7 @@ def enginehouse_register_transports(register):
             capabilities={SAME_PROCESS},
         )
     )
-    if sys.platform == "linux":  # elsewhere memory without a name cannot be reached; `collective` serves there
+    if sys.platform == "linux":  # only Linux can open memory without a name; other systems use `collective`
         register(
             Transport(
                 name="shared_memory",
@@ -40,10 +40,10 @@ def enginehouse_register_transports(register):
 
 @hookimpl(trylast=True)
 def enginehouse_pick_transport(cluster, transports):
-    """Choose the first transport, core's own before others, with the shortest reach that suffices.
+    """Choose the transport with the shortest reach that suffices, core's own before others.
 
-    Between hosts, several training ranks send their own parts by `point_to_point` if it is installed: gathering them
-    for `collective` takes longer than sending them (`make bench NAME=transports`).
+    Between hosts, several training ranks send their own parts by `point_to_point` if it is installed, because gathering
+    the parts for `collective` takes longer than sending them (`make bench NAME=transports`).
     """
     if cluster.colocated:
         where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]

@@ -1,7 +1,7 @@
-"""Connects the ends of a transport: a sender waits for its receivers, and records the buckets that each has taken.
+"""Connects the ends of a transport. A sender waits for its receivers, and records the buckets that each has taken.
 
-Messages over each connection (`ControlChannel`) say that an update begins, how many of its buckets were taken, that
-an update is aborted, and what a transport adds. A broken connection tells that an end died.
+Messages over each connection (`ControlChannel`) report the beginning of an update, the number of taken buckets, an
+abort, and further facts of a transport. A broken connection means that an end died.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from enginehouse.weights.transports.deadline import Deadline
 log = logging.getLogger(__name__)
 
 GREETING_SECONDS = 15.0
-"""Time limit of connecting, and of the other end's greeting."""
+"""Time limit of a connection, and of the other end's greeting."""
 
 STRANGERS = 16
-"""Connections beyond those expected that may be greeting at once; with more, the oldest is closed."""
+"""Number of unexpected connections that may be greeting at once. If there are more, the oldest is closed."""
 
 PAUSE_SECONDS = 0.2
-"""Pause after a connection that could not be accepted."""
+"""Pause after a connection could not be accepted."""
 
 
 class Rendezvous:
     """A sender's connections to its receivers.
 
     Args:
-        receivers: numbers of the receivers to let in, each once.
-        on_message: called, holding `barrier.changed`, with a receiver's number and each message that is not of taken
-            buckets or aborts.
+        receivers: numbers of the receivers to accept, each once.
+        on_message: called, holding `barrier.changed`, with a receiver's number and each message other than taken
+            buckets and aborts.
         streams: True if each receiver makes a second connection, for bytes.
 
     Attributes:
         port: port to which receivers connect, at the plan's `host`.
-        channels: connections by receiver.
         streams: connections for bytes, by receiver.
     """
 
@@ -66,8 +65,8 @@ class Rendezvous:
         self.channels: dict[int, ControlChannel] = {}
         self.streams: dict[int, socket.socket] = {}
         self._gone: list[int] = []  # receivers whose connections have ended
-        self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
-        self._greeting: collections.deque[ControlChannel] = collections.deque()  # not let in yet, the oldest first
+        self._taken: dict[int, tuple[int, int]] = {}  # version and number of its taken buckets, by receiver
+        self._greeting: collections.deque[ControlChannel] = collections.deque()  # not accepted yet, the oldest first
         self._listener = _listen(plan.host)
         self._address = self._listener.getsockname()[:2]
         self.port: int = self._listener.getsockname()[1]
@@ -78,7 +77,7 @@ class Rendezvous:
             while not self._barrier.broken and not self._all_there():
                 try:
                     channel = ControlChannel(self._listener.accept()[0])
-                except OSError as error:  # too many open files, perhaps
+                except OSError as error:  # for example too many open files
                     if self._barrier.broken or self._all_there():
                         break
                     log.warning("a rollout replica's connection could not be taken: %s", error)
@@ -90,10 +89,10 @@ class Rendezvous:
                 threading.Thread(target=self._greet, args=(channel,), name="weights-greet", daemon=True).start()
 
     def _greet(self, channel: ControlChannel) -> None:
-        """Let in a receiver of this session. Nothing of a greeting is parsed before its secret is compared."""
+        """Accept a receiver of this session. No part of a greeting is parsed before its secret is compared."""
         right = hmac.compare_digest(channel.receive_bytes(len(self._secret), GREETING_SECONDS), self._secret)
         greeting = (channel.receive(GREETING_SECONDS) if right else None) or {}
-        with suppress(ValueError):  # it was closed as the oldest
+        with suppress(ValueError):  # it was closed as the oldest connection
             self._greeting.remove(channel)
         index = greeting.get("receiver")
         if not isinstance(index, int) or index not in self._receivers:
@@ -119,11 +118,10 @@ class Rendezvous:
             channel.listen(lambda message: self._on_message(index, message), lambda: self.lost(index))
 
     def _stop_listening(self) -> None:
-        """Close the port."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
             return
-        with suppress(OSError):  # where that does not wake `accept`
+        with suppress(OSError):  # on systems where that does not wake `accept`
             socket.create_connection(self._address, GREETING_SECONDS).close()
 
     def _on_message(self, index: int, message: dict[str, Any]) -> None:
@@ -139,7 +137,7 @@ class Rendezvous:
                 self._on_other_message(index, message)
 
     def lost(self, index: int) -> None:
-        """Note that a receiver is lost, and break off the update unless it has taken everything."""
+        """Record that a receiver is lost, and stop the update unless the receiver has taken everything."""
         with self._barrier.changed:
             self._gone.append(index)
             if self._taken[index] < (self._barrier.begun, self._buckets):
@@ -171,16 +169,15 @@ class Rendezvous:
         return f"rollout replica {', '.join(absent)} did not connect"
 
     def behind(self, version: int, buckets: int) -> list[str]:
-        """Return the receivers that have not taken this many buckets of an update."""
+        """Return the receivers that have taken less than `buckets` buckets of an update."""
         return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, buckets)]
 
     def missing(self, version: int, buckets: int) -> str:
-        """Say which receivers are behind."""
+        """Describe which receivers are behind."""
         late = ", ".join(self.behind(version, buckets))
         return f"rollout replica {late} did not take bucket {buckets} of {self._buckets}"
 
     def send_all(self, message: dict[str, Any]) -> None:
-        """Send a message to every connected receiver."""
         for channel in self.channels.values():
             channel.send(message)
 
@@ -191,23 +188,19 @@ class Rendezvous:
             self.send_all({"aborted": version})
 
     def close(self) -> None:
-        """Close all connections."""
         self._barrier.close()
         for channel in list(self.channels.values()):
             channel.close()
         for stream in list(self.streams.values()):
-            with suppress(OSError):  # gone already
+            with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
             stream.close()
         self._stop_listening()
 
 
 def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int]:
-    """Connect a receiver to a training rank; return the channel, and up to which version updates are aborted there.
-
-    Raises:
-        WeightSyncError: nothing, or nothing of this session, answers at the rank's address.
-    """
+    """Connect a receiver to a training rank. Return the channel, and the version up to which the rank has aborted
+    updates. Raises `WeightSyncError` if no end of this session answers at the rank's address."""
     address = plan.address(rank)
     channel = ControlChannel(_connect(plan, index, rank))
     channel.send({"receiver": index}, after=secret(plan.session))
@@ -245,7 +238,7 @@ def _connect(plan: TransferPlan, index: int, rank: int) -> socket.socket:
 
 
 def secret(session: str) -> bytes:
-    """Return the greeting's first bytes, of a known length, so that nothing of a stranger's is parsed."""
+    """Return the greeting's first bytes. Their length is fixed, so that no bytes of a stranger are parsed."""
     return hashlib.sha256(session.encode()).digest()
 
 

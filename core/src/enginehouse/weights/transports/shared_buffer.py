@@ -1,4 +1,4 @@
-"""Buffers of whole versions of the weights, written by one process and read by others of its host."""
+"""Buffers for whole versions of the weights, which one process writes and others of its host read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class SharedBuffer:
     """Memory for a version's parameters, one after the other.
 
     Args:
-        serial: the buffer's number in its session, from 1.
+        serial: number of the buffer in its session, from 1.
 
     Attributes:
         offsets: first byte of each parameter, by name.
-        path: path by which processes of this host open it, as long as this object lives.
-        descriptor: its file descriptor in this process.
+        path: path by which processes of this host open the buffer, while this object lives.
+        descriptor: file descriptor in this process.
     """
 
     def __init__(self, plan: TransferPlan, memory: AnonymousMemory, serial: int):
@@ -42,16 +42,11 @@ class SharedBuffer:
 
     @staticmethod
     def label(session: str, serial: int) -> str:
-        """Return the label of a buffer's memory."""
         return f"{SharedSegment.name_of(session)}-{serial}"
 
     @classmethod
     def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
-        """Allocate a buffer.
-
-        Raises:
-            WeightSyncError: there is not enough memory.
-        """
+        """Allocate a buffer. Raises `WeightSyncError` if there is not enough memory."""
         _, size = lay_out(plan.parameters)
         extra = "beside those that they hold" if serial > 1 else "and later for a second"
         purpose = f"for a version of the weights on its way to the rollout replicas, {extra}"
@@ -59,11 +54,7 @@ class SharedBuffer:
 
     @classmethod
     def attach(cls, plan: TransferPlan, path: str, serial: int) -> SharedBuffer:
-        """Map the sender's buffer.
-
-        Raises:
-            OSError: it cannot be opened, or is another memory.
-        """
+        """Map the sender's buffer. Raises `OSError` if it cannot be opened, or the path leads to other memory."""
         return cls(plan, AnonymousMemory.attach(path, cls.label(plan.session, serial)), serial)
 
     def view_bucket(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
@@ -77,10 +68,8 @@ class HeldBuffer:
     """The `HostMemory` of one update's chunks.
 
     Args:
-        buffer: the update's buffer.
-        version: the update's version.
-        control: control block, by which the sender knows that the buffer is held.
-        line: the receiver's line of it.
+        control: control block, by which the sender learns that the buffer is held.
+        line: line of the receiver in the control block.
         words: unused words of the line, at least one.
     """
 
@@ -98,7 +87,8 @@ class HeldBuffer:
     def hold(self) -> None:
         """Hold the buffer; see `HostMemory`.
 
-        The sender writes that an update has begun, then reads which buffers are held; this, the other way round.
+        The sender writes that an update has begun, and then reads which buffers are held. This method writes that the
+        buffer is held, and then reads which update has begun.
         """
         if self._held and not self._released:
             return
@@ -110,7 +100,6 @@ class HeldBuffer:
         self._held = True
 
     def release(self) -> None:
-        """Release the buffer; see `HostMemory`."""
         self._released = True
         self._control[self._at] = 0
 

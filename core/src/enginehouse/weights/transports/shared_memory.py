@@ -1,11 +1,12 @@
-"""Moves weights between processes of one host: a sender writes a version once, and all receivers read it there.
+"""Moves weights between processes of one host. A sender writes a version once, and all receivers read the same memory.
 
 Training rank 0 writes each version into a *buffer*, memory as large as the model that no receiver holds. Receivers read
-it bucket by bucket as it is written, as tensors that view the buffer. An engine that holds it (`HostMemory`) need not
-copy it, and the next version is written into another: mostly there are two, one served and one being written.
+it bucket by bucket during the write, as tensors that view the buffer. An engine that holds the buffer (`HostMemory`)
+need not copy it, and the next version is written into another buffer. Usually there are two, one served and one being
+written.
 
-Buffers have no names, so nothing is left over if a process is killed. The `ControlBlock` lies in a little shared memory
-with a name, which is removed once every receiver is attached; before that, Python's resource tracker would remove it.
+Buffers have no names, so no buffer is left over if a process is killed. The `ControlBlock` is in a small shared memory
+with a name, which is removed once every receiver is attached. Before that, Python's resource tracker would remove it.
 """
 
 from __future__ import annotations
@@ -46,11 +47,8 @@ class SharedMemoryTransport(BucketTransport):
     name = "shared_memory"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: not enough memory for a version, or the sender's cannot be opened from this process.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if there is not enough memory for
+        a version, or this process cannot open the sender's memory."""
         if side == "send":
             return SharedMemorySender(plan) if index == 0 else IdleSender()
         return SharedMemoryReceiver(plan, index)
@@ -62,7 +60,7 @@ class SharedMemorySender(Sender):
     def __init__(self, plan: TransferPlan):
         self._plan = plan
         self._written = 0  # number of the last bucket written
-        self._serial = 0  # of the last buffer made
+        self._serial = 0  # serial number of the newest buffer
         self._buffers: list[SharedBuffer] = [self._new_buffer()]
         self._control = control = ControlBlock(plan, create=True)
         control[PROCESS] = os.getpid()
@@ -74,12 +72,11 @@ class SharedMemorySender(Sender):
         return buffer
 
     def _announce(self, buffer: SharedBuffer) -> None:
-        """Write into the control block where a buffer is."""
         self._control[BUFFER] = buffer.serial
         self._control[DESCRIPTOR] = buffer.descriptor
 
     def _find_unheld(self) -> SharedBuffer:
-        """Return a buffer that nobody holds, a new one if need be, and free all other such buffers."""
+        """Return a buffer that nobody holds, if necessary a new one, and free all other such buffers."""
         held = self._control.held_serials()
         free = [buffer for buffer in self._buffers if buffer.serial not in held] or [self._new_buffer()]
         self._buffers = [buffer for buffer in self._buffers if buffer.serial in held] + free[:1]
@@ -90,7 +87,7 @@ class SharedMemorySender(Sender):
         if version <= control.begun:
             raise WeightSyncError(f"weight update {version} is not newer than {control.begun}, the last one begun")
         control.check(version)
-        control[BEGUN] = version  # from here on nobody can begin to hold an older version
+        control[BEGUN] = version  # from now on nobody can begin to hold an older version
         control.fence()
         buffer = self._find_unheld()
         self._announce(buffer)
@@ -111,7 +108,7 @@ class SharedMemorySender(Sender):
             control.check(version)
             control.fence()
             control[WRITTEN] = self._written = number
-        for _ in planned:  # raises if there is more than was planned
+        for _ in planned:  # raises if there are surplus weights
             pass
         self._wait_taken(self._written, first, version, deadline)
         return sums
@@ -138,11 +135,10 @@ class SharedMemorySender(Sender):
             control.wait(lambda: not behind(), version, deadline, missing)
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:
-        """Close this end; a buffer goes with the last receiver that holds it."""
+        """Close this end. A buffer is freed with the last receiver that holds it."""
         self._control[CLOSED] = 1
         self._control.segment.unlink()
         self._buffers.clear()
@@ -162,14 +158,13 @@ class SharedMemoryReceiver(Receiver):
                 "needs both on one host; choose another transport."
             ) from error
         self._line = self._control.line(index)
-        self._buffers: list[SharedBuffer] = []  # mapped: the latest, and those held
-        self._words = deque(HOLDS)  # of the line, not in use
-        self._attach_latest()  # raises here and not at the first update
+        self._buffers: list[SharedBuffer] = []  # mapped buffers: the newest, and all held buffers
+        self._words = deque(HOLDS)  # unused words of the line
+        self._attach_latest()  # an error should come here, not at the first update
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield chunks, all with one `memory`, or without if an engine still uses the memory of more than a few
-        updates."""
+        """Yield chunks with one common `memory`, or without it while an engine still holds several updates' memory."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(
@@ -198,7 +193,7 @@ class SharedMemoryReceiver(Receiver):
             control[self._line, TAKEN] = number
 
     def _check_newest(self, version: int) -> None:
-        """Check that the sender is not at another update, in which case bytes that were read are not of this one."""
+        """Check that the sender has not begun a newer update, whose bytes may overwrite those of this update."""
         begun = self._control.begun
         if begun != version:
             raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {begun}")
@@ -210,18 +205,14 @@ class SharedMemoryReceiver(Receiver):
         try:
             buffer = self._attach_latest()
         except WeightSyncError:
-            self._check_newest(version)  # a newer update explains it
+            self._check_newest(version)
             raise
         control.fence()
         self._check_newest(version)
         return first, buffer
 
     def _attach_latest(self) -> SharedBuffer:
-        """Return the sender's present buffer, mapped.
-
-        Raises:
-            WeightSyncError: it cannot be opened.
-        """
+        """Return the sender's current buffer, mapped. Raise a `WeightSyncError` if it cannot be opened."""
         serial = self._control[BUFFER]
         latest = next((buffer for buffer in self._buffers if buffer.serial == serial), None)
         if latest is None:
@@ -240,10 +231,9 @@ class SharedMemoryReceiver(Receiver):
         return latest
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:
-        """Close this end; held buffers stay."""
+        """Close this end. Held buffers stay."""
         self._control.closed = True
         self._buffers.clear()

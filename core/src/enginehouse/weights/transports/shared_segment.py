@@ -13,15 +13,15 @@ from enginehouse.engines.weights import WeightSyncError
 
 
 class SharedSegment:
-    """Shared memory by name.
+    """Shared memory with a name.
 
     `SharedMemory` makes and removes the name, so that Python's resource tracker removes it if this process is killed.
-    It does not map the memory: before Python 3.13 attaching registers the name with the attaching process's tracker,
-    which would remove it when that process ends; and its mapping cannot be closed while a tensor views it.
+    It does not map the memory, for two reasons. Before Python 3.13, attaching registers the name with the attaching
+    process's tracker, which would remove it when that process ends. And its mapping cannot be closed while a tensor
+    views it.
 
     Attributes:
-        name: the segment's name, without a slash.
-        memory: the mapped bytes, writable. The mapping lives as long as anything refers to them.
+        memory: the mapped bytes, writable. The mapping lives as long as an object refers to it.
     """
 
     def __init__(self, name: str, memory: mmap.mmap, owner: SharedMemory | None = None):
@@ -31,16 +31,13 @@ class SharedSegment:
 
     @staticmethod
     def name_of(session: str) -> str:
-        """Return the name of a session's segment, short as some systems allow 31 characters."""
+        """Return the name of a session's segment. It is short, because some systems allow 31 characters."""
         return "eh-" + hashlib.blake2s(session.encode(), digest_size=10).hexdigest()
 
     @classmethod
     def create(cls, name: str, size: int) -> SharedSegment:
-        """Make a segment of `size` zero bytes, all allocated.
-
-        Raises:
-            WeightSyncError: there is not as much shared memory, or the name is taken.
-        """
+        """Make a segment of `size` zero bytes, all allocated. Raises `WeightSyncError` if there is not enough shared
+        memory, or the name is taken."""
         try:
             owner = SharedMemory(name, create=True, size=size)
         except FileExistsError as error:
@@ -58,15 +55,11 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
-        """Map the segment of another process of this host.
-
-        Raises:
-            FileNotFoundError: there is no such segment on this host.
-        """
+        """Map the segment of another process of this host, or raise `FileNotFoundError` if there is none."""
         return cls(name, _map(name, allocate=False))
 
     def unlink(self) -> None:
-        """Remove the name if this process made it; the memory goes with the last mapping. May be called twice."""
+        """Remove the name if this process made it. The memory is freed with the last mapping. May be called twice."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.unlink()
@@ -79,7 +72,7 @@ def _map(name: str, allocate: bool) -> mmap.mmap:
     try:
         size = os.fstat(descriptor).st_size
         if allocate and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, and SIGBUS at a later write
+            os.posix_fallocate(descriptor, 0, size)  # so a full /dev/shm is an error here, not SIGBUS at a later write
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

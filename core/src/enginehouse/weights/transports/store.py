@@ -1,6 +1,6 @@
-"""A store of `torch.distributed`, by which the ranks of a group meet, over connections that exist already.
+"""A store of `torch.distributed`, by which the ranks of a group meet, over existing connections.
 
-torch's own store would need one more port, and its waits would not end at our deadlines.
+torch's own store would need an additional port, and its waits would not obey the deadlines here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Short values by name, the same on every rank once they have travelled.
+    """Short values by name. All ranks have the same values once they have arrived.
 
     Args:
-        barrier: barrier whose `changed` guards the values, and which also knows a broken connection.
-        publish: sends a name and a value to the other ranks.
+        barrier: barrier whose `changed` guards the values, and which also detects a broken connection.
     """
 
     def __init__(self, barrier: Barrier, publish: Callable[[str, bytes], None]):
@@ -30,7 +29,6 @@ class Store:
         self._values: dict[str, bytes] = {}
 
     def post(self, name: str, value: bytes) -> None:
-        """Set a value, and publish it to the other ranks."""
         with self._barrier.changed:
             self.put(name, value)
             self._publish(name, value)
@@ -41,11 +39,7 @@ class Store:
         self._barrier.changed.notify_all()
 
     def read(self, name: str, deadline: Deadline) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            RuntimeError: the deadline passed, or the connection is broken.
-        """
+        """Wait for a value. Raises `RuntimeError` if the deadline passed, or the connection is broken."""
         barrier = self._barrier
         with barrier.changed:
             barrier.changed.wait_for(lambda: name in self._values or bool(barrier.broken), deadline.left)
@@ -54,18 +48,18 @@ class Store:
             return self._values[name]
 
     def for_group(self, prefix: str, deadline: Deadline) -> dist.Store:
-        """Return this as a store of `torch.distributed`, for one group."""
+        """Return a store of `torch.distributed` for one group, backed by this store."""
         store: dist.Store = _torch_store_class()(self, prefix, deadline)
         return store
 
 
 @cache
 def _torch_store_class() -> type:
-    """Return a subclass of torch's store, made when torch is needed."""
+    """Return a subclass of torch's store. Torch is imported only at the first call."""
     import torch.distributed as dist
 
     class TorchStore(dist.Store):
-        """The methods of a store that making a process group calls."""
+        """The methods of a store that the construction of a process group calls."""
 
         def __init__(self, store: Store, prefix: str, deadline: Deadline):
             super().__init__()
