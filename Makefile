@@ -104,9 +104,6 @@ contract: $(VENV)/.developer  ## write docs/contract/ and the files that program
 algorithms:  ## write docs/algorithms.md and docs/comparisons.md: every advantage and loss, and whose code each agrees with
 	$(BIN)/python -m tools.algorithms
 
-metrics: $(VENV)/.developer  ## write docs/metrics.md: every metric that a run writes
-	$(BIN)/python -m tools.metrics
-
 models: $(VENV)/.developer runtime-vllm  ## write docs/models.md: what each engine makes of each family of models
 	PYTHONPATH=tests $(BIN)/python -m families
 
@@ -137,4 +134,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-benchmarks test-gpu runtimes seconds lint monitoring bench matrix contract algorithms metrics models reliability trace readme pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-benchmarks test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace readme pictures site version release publish clean

@@ -112,11 +112,11 @@ def measure(
     ours = checkout() if own_environment else Path(sys.executable)
     peer = environment("trl", ["torch"], ["trl==1.16.*"]) if trl else None
     shutil.rmtree(WORK, ignore_errors=True)
-    start = prepare(find_model(model), layers)
-    short = run_sides(build_sides(ours, peer, start, steps, prompts, 12), WORK / "short", rounds, seed)
+    start = prepare(find_model(model), layers, WORK)
+    short = run_sides(build_sides(ours, peer, start, steps, prompts, 12, WORK), WORK / "short", rounds, seed)
     result: dict[str, Any] = {"metrics": ratios(short), "sides": short}
     if mixed_steps:
-        sides = build_sides(ours, peer, start, mixed_steps, max(1, prompts // 8), 512)
+        sides = build_sides(ours, peer, start, mixed_steps, max(1, prompts // 8), 512, WORK)
         mixed = run_sides(sides, WORK / "mixed", 1, seed)
         result["metrics"] |= {f"mixed/{name}": value for name, value in ratios(mixed).items()}
         result["sides"] |= {f"{name}, up to 512 tokens": row for name, row in mixed.items()}
@@ -144,13 +144,13 @@ def find_model(path: str) -> Path:
     return directory
 
 
-def prepare(model: Path, layers: int) -> Path:
-    """Write the prompts, and the model's first layers if so many are wanted; return the directory of the model."""
+def prepare(model: Path, layers: int, work: Path) -> Path:
+    """Write the prompts to `work`, and the model's first layers if so many are wanted; return the model's directory."""
     from enginehouse_recipes.sums import make_sums
 
-    make_sums(WORK / "sums")
-    with (WORK / "train.jsonl").open("w") as file:
-        for line in (WORK / "sums" / "train.jsonl").open():
+    make_sums(work / "sums")
+    with (work / "train.jsonl").open("w") as file:
+        for line in (work / "sums" / "train.jsonl").open():
             row = json.loads(line)
             row["prompt"] = [{"role": "system", "content": SYSTEM}, *row["prompt"]]
             file.write(json.dumps(row) + "\n")
@@ -160,14 +160,19 @@ def prepare(model: Path, layers: int) -> Path:
 
     config = AutoConfig.from_pretrained(model)
     config.num_hidden_layers = layers
-    AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(WORK / "model")
-    AutoTokenizer.from_pretrained(model).save_pretrained(WORK / "model")
-    return WORK / "model"
+    AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(work / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(work / "model")
+    return work / "model"
 
 
-def build_sides(ours: Path, trl: Path | None, model: Path, steps: int, prompts: int, tokens: int) -> dict[str, Side]:
-    """The sides, by name, in the order of the first round; without an interpreter for TRL there is none of it."""
-    data = WORK / "train.jsonl"
+def build_sides(
+    ours: Path, trl: Path | None, model: Path, steps: int, prompts: int, tokens: int, work: Path
+) -> dict[str, Side]:
+    """The sides, by name, in the order of the first round; without an interpreter for TRL there is none of it.
+
+    `work` holds the prompts.
+    """
+    data = work / "train.jsonl"
 
     def enginehouse(directory: Path, seed: int) -> Sequence[object]:
         return [

@@ -21,9 +21,10 @@ MICRO_ROWS = 16
 
 
 class StepLines(TrainerCallback):
-    """Writes a line as each step ends: its seconds, and those of them in which it generated."""
+    """Writes a line as each step ends: its seconds, those of them in which it generated, and its mean reward."""
 
-    def __init__(self, file: Path, model) -> None:
+    def __init__(self, file: Path, model, scores: list[float]) -> None:
+        self._scores = scores
         self._file, self._generated, self._ended = file.open("w"), 0.0, 0.0
         generate = model.generate
 
@@ -41,18 +42,23 @@ class StepLines(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         now = time.perf_counter()
-        self._file.write(json.dumps({"seconds": now - self._ended, "generate": self._generated}) + "\n")
+        reward = sum(self._scores) / max(1, len(self._scores))
+        self._scores.clear()
+        line = {"seconds": now - self._ended, "generate": self._generated, "reward": reward}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._ended, self._generated = now, 0.0
 
 
-def load_reward(name: str):
-    """Return the reward `FILE:FUNCTION` of `(response, answer)` in TRL's form: lists in, list out."""
+def load_reward(name: str, noted: list[float]):
+    """Return the reward `FILE:FUNCTION` of `(response, answer)` in TRL's form (lists). It adds scores to `noted`."""
     path, function = name.rsplit(":", 1)
     score = runpy.run_path(path)[function]
 
     def reward(prompts, completions, answer, **columns) -> list[float]:
-        return [score(turns[0]["content"], answer=right) for turns, right in zip(completions, answer)]
+        scores = [score(turns[0]["content"], answer=right) for turns, right in zip(completions, answer)]
+        noted.extend(scores)
+        return scores
 
     return reward
 
@@ -68,6 +74,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, required=True, help="prompts of a step")
     parser.add_argument("--new-tokens", type=int, required=True, help="most tokens of a response")
     parser.add_argument("--save", type=Path, required=True, help="directory for steps.jsonl")
+    parser.add_argument("--keep-model", action="store_true", help="write the trained model there too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.save.mkdir(parents=True, exist_ok=True)
@@ -108,15 +115,18 @@ def main() -> None:
         logging_strategy="no",
         save_strategy="no",
     )
+    scores: list[float] = []
     trainer = GRPOTrainer(
         model=model,
         args=config,
-        reward_funcs=load_reward(arguments.reward),
+        reward_funcs=load_reward(arguments.reward, scores),
         train_dataset=datasets.Dataset.from_list([json.loads(line) for line in arguments.data.open()]),
         processing_class=tokenizer,
-        callbacks=[StepLines(arguments.save / "steps.jsonl", model)],
+        callbacks=[StepLines(arguments.save / "steps.jsonl", model, scores)],
     )
     trainer.train()
+    if arguments.keep_model:
+        trainer.save_model(str(arguments.save / "model"))
 
 
 if __name__ == "__main__":

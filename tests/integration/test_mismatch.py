@@ -102,4 +102,6 @@ def test_a_dropped_update_ends_the_run_at_once(train: Start, stale_rollout: Mapp
 
 
 def test_an_engine_that_declares_nothing_serves_a_run(train: Start, stale_rollout: Mapping[str, str]):
-    train("train.steps=2", "rollout.engine.backend=unpromising", env=stale_rollout).finished()
+    # With staleness, updates come while the engine generates: most would have it hold its requests.
+    ahead = ("train.staleness=1", "rollout.placement=separate", "cluster.launcher=ray")
+    train("train.steps=3", "rollout.engine.backend=unpromising", *ahead, env=stale_rollout).finished()

@@ -1,6 +1,8 @@
 """`enginehouse new-plugin`: what it makes is found, says what is yet to be written, and is in good style."""
 
 import importlib
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -90,6 +92,11 @@ def test_what_is_made_imports_the_addresses_of_the_contract_alone(new, kind, sta
     found = list(imports_of((folder / "src").rglob("*.py")))
     assert found
     assert [said for one in found if (said := off_contract(one)[1])] == []
+    surface = json.loads((Path(__file__).parents[1] / "contract" / "surface.json").read_text())["names"]
+    since = [surface[name]["since"] for one in found if (name := f"{one.module}.{one.name}") in surface]
+    assert since
+    stated = re.search(r'^enginehouse_protocol = "(.+)"', (folder / "src/acme_made/plugin.py").read_text(), re.M)
+    assert stated[1] >= max(since)
 
 
 @pytest.mark.parametrize("file", ["batch.py", "served_weights.py"])

@@ -585,7 +585,9 @@ def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(limited
     planned = limited(backend)
     assert planned.roles["rollout"].effect_check_every == 0
     assert any("the effect of a weight update is not checked" in note for note in planned.notes)
-    assert not any("Mondays" in note for note in planned.notes)
+    assert not any("Mondays" in note or "pause_keep" in note for note in planned.notes)
+    stale = limited(backend, "train.staleness=1", "rollout.placement=separate", "cluster.launcher=ray")
+    assert any("each weight update waits until the running requests have ended" in note for note in stale.notes)
     slow = limited(backend, "rollout.engine.options.max_running=1")
     assert "rollout.engine.options: it is slow on Mondays" in slow.notes
     said = refusal(limited, backend, "rollout.sampling.stop=[x]")

@@ -800,9 +800,8 @@ function validationItem({ name, first, best, last, worse }) {
 }
 
 function speedNote(facts, speed) {
-  const rate = speed.steps / speed.seconds;
   const total = known(facts.seconds) ? `; ${facts.at_least ? "at least " : ""}${duration(facts.seconds)} in total` : "";
-  return `${count(speed.steps, "step")} in ${duration(speed.seconds)}${rate >= 1 ? `, ${Number(rate.toPrecision(3))} steps/s` : ""}${total}`;
+  return `${count(speed.steps, "step")} in ${duration(speed.seconds)}${total}`;
 }
 
 function detailsOf(run) {

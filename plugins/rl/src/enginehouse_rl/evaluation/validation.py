@@ -1,6 +1,6 @@
 """Validations measure the responses to held-out prompts, which are greedy unless the config says otherwise.
 
-`enginehouse_rl.metrics.VALIDATION` describes each metric.
+`enginehouse_rl/metrics.md` describes each metric.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from enginehouse.engines.rollout import PauseMode
+from enginehouse.plugin import plugins
+from enginehouse.plugin.capabilities import PAUSE_KEEP
+
 if TYPE_CHECKING:
     from enginehouse_rl.loop.running_updates import RunningUpdates
     from enginehouse_rl.loop.trainer import Trainer
@@ -24,7 +28,12 @@ class WeightPublisher:
     def __init__(self, run: Trainer):
         self._run, self._asks_early = run, False
         self._overlaps = bool(run.plan.config.train.staleness)
+        self._pause: PauseMode = "keep" if self._overlaps and self._can_keep() else "wait"
         self.version = 0
+
+    def _can_keep(self) -> bool:
+        backend = self._run.roles.plans["rollout"].backend
+        return PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
 
     @contextmanager
     def give_up_on_errors(self) -> Iterator[None]:
@@ -51,7 +60,7 @@ class WeightPublisher:
             self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles
         self.version += 1
-        report = roles.sync.publish(self.version, "keep" if self._overlaps else "wait")
+        report = roles.sync.publish(self.version, self._pause)
         self._run.run_directory.tell("weights_updated", version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}

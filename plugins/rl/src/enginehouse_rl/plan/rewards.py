@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginehouse_rl.config.schema import NamedRewardConfig
-from enginehouse_rl.metrics import REWARDS, VALIDATION
+from enginehouse_rl.metrics import read_metrics
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """Names of the arguments that a reward may take besides the data set's columns."""
-_OWN = [metric.name.split("/", 1)[1] for metric in (*REWARDS.metrics, *VALIDATION.metrics)]
+_OWN = [
+    metric.name.split("/", 1)[1] for metric in read_metrics().values() if metric.section in {"Rewards", "Validation"}
+]
 RESERVED = tuple(dict.fromkeys(name for name in _OWN if "<" not in name and name != "reward"))
 """Names under `reward/` or `validation/` that belong to the run, so that no metric of a reward may have them."""
 RESERVED_BEGINNINGS = tuple(dict.fromkeys(name.split("<")[0] for name in _OWN if "@" in name))

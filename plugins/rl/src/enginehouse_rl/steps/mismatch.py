@@ -1,7 +1,7 @@
 """The mismatch between the rollout's and the actor's logprobs of the same tokens, by the same weights.
 
 Two engines never compute exactly the same. Small differences make the samples slightly off-policy; stale weights, a
-wrong temperature or a broken kernel cause large ones. `enginehouse_rl.metrics.MISMATCH` describes each metric.
+wrong temperature or a broken kernel cause large ones. `enginehouse_rl/metrics.md` describes each metric.
 
 Rows of another weight version, or of several, differ because of the weights, and are left out. If no row is left,
 `mismatch/compared` is 0 and the other metrics are missing.

@@ -38,6 +38,9 @@ KINDS: dict[str, PluginKind] = {
 }
 """Kinds by the word of `--kind`, which is also the name of a folder in `templates`."""
 
+STARTS_CONTRACT = (1, 1)
+"""The oldest plugin contract that has all that the starts import."""
+
 
 def certify_line(module: str, kind: str) -> str:
     """Return the command that certifies a package's record, in the package's folder."""

@@ -16,7 +16,7 @@ from enginehouse import __version__
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin.hookspecs import PROJECT
 from enginehouse.plugin.loaded import CORE
-from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
+from enginehouse_testing.new_plugin.kinds import KINDS, STARTS_CONTRACT, certify_line
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -71,7 +71,7 @@ class NewPlugin:
         """Return the values for the templates."""
         major, minor = __version__.split(".")[:2]
         needed = dict.fromkeys(name for kind, start in self.starts.items() for name in KINDS[kind].starts[start])
-        contract = max(KINDS[kind].contract for kind in self.kinds)
+        contract = max([KINDS[kind].contract for kind in self.kinds] + [STARTS_CONTRACT] * bool(self.starts))
         return {
             "name": self.name,
             "module": self.module,

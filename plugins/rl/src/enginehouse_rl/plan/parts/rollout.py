@@ -10,7 +10,7 @@ from typing import ClassVar
 from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import UserError
 from enginehouse.plugin import RolloutBackend
-from enginehouse.plugin.capabilities import PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
+from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config, EngineConfig, EvaluationSamplingConfig, SamplingConfig
 from enginehouse_rl.plan.parts.draft import Fact, Part
@@ -116,7 +116,12 @@ class RolloutPart(GeneratorPart):
     def settle(self) -> None:
         config, section = self.config, self.config.rollout
         validates = config.evaluation.engine is None and config.is_validated
-        self.place(section.engine, section.replicas, "rollout", trains=True, validates=validates)
+        engine = self.place(section.engine, section.replicas, "rollout", trains=True, validates=validates)
+        if config.train.staleness and engine.lacks(PAUSE_KEEP):
+            self.note(
+                f"engine {engine.name!r} cannot hold requests while its weights change (capability {PAUSE_KEEP!r}): "
+                "each weight update waits until the running requests have ended"
+            )
 
 
 class EvaluationPart(GeneratorPart):
