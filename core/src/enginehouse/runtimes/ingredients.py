@@ -20,7 +20,7 @@ from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
 
 CONTROLLERS_OWN = frozenset({"tensorboardx"})
-"""Requirements of core that no worker imports, because only the controller has trackers."""
+"""Requirements of the trainer that no worker imports, because only the controller has trackers."""
 
 
 @dataclass(frozen=True, slots=True)
