@@ -217,7 +217,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._loan = None
 
     def state(self) -> WeightState:
-        """Return the version, and checksums of the parameters that the forward pass reads; neither for lost weights."""
+        """Return the version and checksums of the parameters that the forward pass reads; neither if they are lost."""
         if self.is_lost or (self._loan is not None and self._loan.is_over):
             return WeightState(None)
         if not self._checksums:
