@@ -218,7 +218,7 @@ def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
         p.numel() for p in matrices.values()
     )
     return (
-        f"lora.targets=all-linear does not adapt {listed(sorted(groups))}, {part:.0%} of the model's matrices: "
+        f"lora.targets=all-linear leaves {listed(sorted(groups))} as they are, {part:.0%} of the model's matrices: "
         "they are no linear layers (the experts of a mixture are one tensor)"
     )
 
