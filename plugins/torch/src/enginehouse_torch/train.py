@@ -50,9 +50,9 @@ class TorchTrainEngine:
     def setup(self, model: ModelSpec, options: TorchTrainOptions, context: ProcessContext) -> None:
         """Join the ranks, load the model and give every rank rank 0's weights.
 
-        Optimizer state is allocated at first use: an engine that only computes logprobs has none.
-
         Optimizer state is allocated at first use, so an engine that only computes logprobs has none.
+
+        Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
             ConfigError: the schedule decays and `total_steps` is not set, or a pattern of `lr_groups` matches nothing.
         """
