@@ -1,6 +1,6 @@
 """The sums of `benchmarks.real` with TRL's `GRPOTrainer`. Runs in TRL's own Python environment.
 
-It stands alone: nothing of enginehouse is imported, and the reward function is loaded from its file.
+It imports nothing of enginehouse, and loads the reward function from its file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MICRO_ROWS = 16
 
 
 class StepLines(TrainerCallback):
-    """Writes a line as each step ends: its seconds, and those of them in which it generated."""
+    """Writes a line at the end of each step: its seconds, and the seconds in which it generated."""
 
     def __init__(self, file: Path, model) -> None:
         self._file, self._generated, self._ended = file.open("w"), 0.0, 0.0
