@@ -147,10 +147,9 @@ def train(
     prompts_per_step: int = PROMPTS,
     new_tokens: int = MAX_TOKENS,
 ) -> list[float]:
-    """Train by GRPO: one optimizer step per batch, ratio to the rollout's own logprobs clipped, no KL term.
+    """Train by GRPO, one optimizer step per batch, and return the seconds of each step.
 
-    Returns:
-        Seconds of each step.
+    The ratio to the rollout's own logprobs is clipped; there is no KL term.
     """
     torch.manual_seed(seed)
     adamw, schedule = optimizer(model, lr=1.5e-3, betas=(0.9, 0.99), warmup=5, total=steps)

@@ -62,10 +62,9 @@ def credits(reward: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> t
 
 
 def train(model: PreTrainedModel, critic: PreTrainedModel, task: Task, seed: int, steps: int) -> list[float]:
-    """Train by PPO: one step of actor and critic per batch, ratio to the rollout's own logprobs clipped, no KL term.
+    """Train by PPO, one step of actor and critic per batch, and return the seconds of each step.
 
-    Returns:
-        Seconds of each step.
+    The ratio to the rollout's own logprobs is clipped; there is no KL term.
     """
     torch.manual_seed(seed)
     trained = [

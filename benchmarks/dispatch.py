@@ -260,11 +260,7 @@ class Table:
             self.rows[row]["vs bare"] = figures[OURS] / figures[BARE]
 
     def figure(self, row: str, side: str) -> float:
-        """Return one figure.
-
-        Raises:
-            KeyError: it was not measured.
-        """
+        """Return one figure; raise KeyError if it was not measured."""
         return float(self.rows[row][side])
 
 

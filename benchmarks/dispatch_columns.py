@@ -20,10 +20,9 @@ def columns(megabytes: float, rows: int = ROWS) -> dict[str, np.ndarray]:
 
 
 def check_same(sent: Mapping[str, np.ndarray], received: Mapping[str, np.ndarray]) -> None:
-    """Compare received with sent data, a few rows at a time, because the memory of this process is watched.
+    """Raise AssertionError if received data differ from sent data.
 
-    Raises:
-        AssertionError: they differ.
+    They are compared a few rows at a time, because the memory of this process is watched.
     """
     assert sent.keys() == received.keys(), f"columns {list(received)} came back of {list(sent)}"
     for name, array in sent.items():

@@ -67,11 +67,7 @@ class UsesTool:
 
 
 class Ours:
-    """A fleet, and the objects with which a run plays episodes.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """A fleet, and the objects with which a run plays episodes; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task, self._open = task, ExitStack()

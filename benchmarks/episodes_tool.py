@@ -14,11 +14,7 @@ FIRST_TOKEN, LAST_TOKEN = 10, 8000
 
 
 class Tool:
-    """A tool that sleeps.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """A tool that sleeps; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._longest, self._tokens = float(task["sleep"]), int(task["result_tokens"])

@@ -21,11 +21,7 @@ from benchmarks.rollout_engine_vllm import launch
 
 
 class Bare:
-    """vLLM's engine, and a loop of episodes on it.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """vLLM's engine, and a loop of episodes on it; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task, self._tool = task, Tool(task)

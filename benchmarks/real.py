@@ -132,11 +132,7 @@ def measure(
 
 
 def find_model(path: str) -> Path:
-    """Return the directory of the model.
-
-    Raises:
-        RuntimeError: it is missing.
-    """
+    """Return the directory of the model; raise RuntimeError if it is missing."""
     from enginehouse_recipes.real_model import real_model
 
     directory = Path(path) if path else real_model()

@@ -15,11 +15,7 @@ from benchmarks.dispatch_side import serve
 
 
 class Ours:
-    """A rollout worker without a controller.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """A rollout worker without a controller; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task

@@ -22,11 +22,7 @@ if on_cpu.is_cpu(sys.argv[1:]):
 
 
 class Bare:
-    """SGLang's engine, and requests to it.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """SGLang's engine, and requests to it; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task

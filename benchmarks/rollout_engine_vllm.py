@@ -39,11 +39,7 @@ def launch(loop: asyncio.AbstractEventLoop, task: dict[str, Any], **on_cpu: Any)
 
 
 class Bare:
-    """vLLM's asynchronous engine, and requests to it.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """vLLM's asynchronous engine, and requests to it; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task

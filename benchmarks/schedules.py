@@ -118,7 +118,7 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
         rounds: runs of each side; round `i` uses seed `seed + i`.
         steps: steps of a run with even lengths.
         tail_steps: steps of a run with a heavy tail.
-        seed: of task, first weights and warm-up.
+        seed: seed of task, first weights and warm-up.
 
     Returns:
         `metrics`, `sides`, `versions`. A ratio is the median over rounds of each round's ratio. In addition to the

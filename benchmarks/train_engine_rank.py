@@ -78,7 +78,7 @@ def import_everything() -> None:
 
 
 def draw_rows(rows: int, length: int, vocabulary: int, seed: int) -> list[Row]:
-    """Return random rows in groups with one prompt, of up to `length` tokens, a quarter of it prompt; one is that long."""
+    """Return random rows in groups of one prompt, of up to `length` tokens, a quarter prompt; one is that long."""
     draw = random.Random(seed)
     found: list[Row] = []
     while len(found) < rows:

@@ -68,13 +68,7 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page of the contract.
-
-    Attributes:
-        title: First heading.
-        about: Sentence on what the page contains.
-        sections: Its sections, in order.
-    """
+    """A page of the contract; `about` is a sentence on its content."""
 
     title: str
     about: str

@@ -206,12 +206,7 @@ def _only(small: bool, reason: str) -> str:
 
 
 def learned(run: Path, model: Path) -> Figures:
-    """Return figures that show whether a run trained its model, and how long it took.
-
-    Args:
-        run: directory of the run.
-        model: model from which it began.
-    """
+    """Return figures that show whether the run in directory `run` trained `model`, and how long it took."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = {name: value for name, value in rows[-1].items() if name.startswith("time/") or name in TURNS}
     return last | {

@@ -56,12 +56,7 @@ def origin_of(record: Record) -> Origin:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit of the checkout that contains a record's code.
-
-    Attributes:
-        hash: hash of the commit.
-        changed: True if files of the checkout differ from the commit.
-    """
+    """The commit of the checkout that contains a record's code; `changed` is True if files differ from the commit."""
 
     hash: str
     changed: bool

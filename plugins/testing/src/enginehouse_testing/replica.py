@@ -48,16 +48,7 @@ CHUNK_PARAMETERS = 2
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """One completion as plain data.
-
-    Attributes:
-        prompt: the prompt's ids.
-        tokens: generated ids.
-        logprobs: one for each token.
-        reason: finish reason.
-        first: weight version of its first token.
-        last: weight version of its last token.
-    """
+    """One completion as plain data; `first` and `last` are the weight versions of its first and last token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -74,7 +65,6 @@ class ReplicaTrial:
     Attributes:
         models: directories of the tiny models, by name.
         model: name or directory of the model with which this replica was launched.
-        dtype: dtype of the engine.
         directory: empty when the act begins, removed after it.
         endpoint: result of the launch.
         serving: name of the model whose weights the engine serves.

@@ -89,11 +89,7 @@ def pool_of(function: str, arguments: Mapping[str, Any], seconds: float) -> Rewa
 
 
 def check_examples(record: Reward, given: Given) -> None:
-    """Check that the rows have the columns that the reward needs.
-
-    Raises:
-        UserError: the rows lack a column.
-    """
+    """Raise `UserError` if the rows lack a column that the reward needs."""
     function = resolve(record.function)
     if keywords(function) is None:
         return

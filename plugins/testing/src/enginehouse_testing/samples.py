@@ -20,15 +20,11 @@ def now(output: str) -> str:
 
 
 def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = GROUP_SIZE, seed: int = 0) -> Batch:
-    """Return samples with every column of a run, and additional columns of random numbers.
+    """Return `size` samples for each of `groups` prompts, with every column of a run and further random `columns`.
 
     Rows have prompts and responses of different lengths. In some rows, tokens that do not count stand between tokens
     that do, as a tool's output does. Rewards differ. The rows of a group are not adjacent. Ratios to the old policy lie
     within and beyond the usual clip ranges.
-
-    Args:
-        groups: number of prompts.
-        size: number of samples of each prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = groups * size

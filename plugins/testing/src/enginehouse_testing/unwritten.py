@@ -24,7 +24,7 @@ class Unwritten:
 
     Attributes:
         line: number of the line of its `def`.
-        says: what the method must do.
+        says: task of the method.
     """
 
     name: str

@@ -270,13 +270,9 @@ def _certify_all(records: Sequence[Record], directory: Path, quick: bool, how: M
 
 
 def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
-    """Run a suite and show its results; the certificate is written after each case.
+    """Run a suite and show its results; `how` are arguments of `enginehouse_testing.running.certify`.
 
-    Args:
-        how: keyword arguments of `enginehouse_testing.running.certify`.
-
-    Returns:
-        True if everything chosen has run and nothing failed.
+    The certificate is written after each case. Return True if everything chosen has run and nothing failed.
     """
     from rich.console import Console
 

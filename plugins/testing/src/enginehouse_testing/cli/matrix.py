@@ -152,11 +152,7 @@ def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination]
 
 
 class _Progress:
-    """Shows a bar on a terminal, and a line for each finding. Implements `Onlooker`.
-
-    Args:
-        of: total number of findings.
-    """
+    """Shows a bar on a terminal, and a line for each of `of` findings. Implements `Onlooker`."""
 
     def __init__(self, of: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -124,16 +124,11 @@ def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
 def planned(
     plugins: PluginManager, combination: Combination, setting: Setting, config: Path, directory: Path
 ) -> Planned:
-    """Put a combination into the shared config, and check it.
+    """Put a combination into the shared `config`, with run directory `directory`, and check it.
 
     Each backend has a layout of the conformance suite. Training has the first declared layout with `setting.processes`
     processes, or with the next smaller number; the rollout has its first. Actor and rollout share processes if the
     transport reaches no further.
-
-    Args:
-        plugins: all installed plugins.
-        config: path of the shared config.
-        directory: the run directory.
 
     Raises:
         UserError: the combination is not possible; the message has the reason.

@@ -28,7 +28,6 @@ class Figures:
         update_seconds: median time of a weight update, from the start at the actor to verified replicas.
         tokens_per_second: median of the tokens that the rollout generated in a step over the seconds that it took.
         update_mib: size of the weights.
-        steps: number of steps.
         kl: mean over all steps of the k3 estimate of the trainer's divergence from the rollout, nats; None: unknown.
     """
 
@@ -46,9 +45,6 @@ class MatrixRow:
     """One combination.
 
     Attributes:
-        train: the training backend.
-        rollout: the rollout backend.
-        transport: the weight transport.
         model: label of the model; empty: the tiny one in float32.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
         reason: the reason why it failed or did not run; else empty.
@@ -105,12 +101,7 @@ def refused(combination: Combination, setting: Setting, reason: str) -> MatrixRo
 
 
 def ran(combination: Combination, setting: Setting, planned: Planned, directory: Path, **facts: Any) -> MatrixRow:
-    """Return the row of a run that ended with exit code 0.
-
-    Args:
-        directory: the run's directory.
-        facts: additional fields of the row.
-    """
+    """Return the row of a run that ended with exit code 0; `facts` are additional fields of the row."""
     read = figures(read_whole_lines(directory / "metrics.jsonl"))
     reason = "the run's metrics lack a figure, or it is not finite" if read is None else ""
     most = MEAN_DIFFERENCES[planned.plan.roles["actor"].model.dtype]

@@ -32,13 +32,7 @@ def run(
     log: Path,
     standing: Mapping[str, Mapping[str, str]],
 ) -> MatrixRow:
-    """Make a run, and return its row even if the run fails.
-
-    Args:
-        config: path of the shared config.
-        log: path of the run's output.
-        standing: versions of the run, by kind.
-    """
+    """Make a run of the shared `config`, with its output in `log`, and return its row even if the run fails."""
     directory = planned.plan.run_directory
     begun = datetime.now(UTC)
     facts: dict[str, Any] = {
