@@ -353,7 +353,7 @@ def measure_startup(sides: Mapping[str, SideProcess], table: Table, extent: Exte
 
 
 def measure_forward(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """Measure what a batch that one group makes and another group reads takes of the controller's own memory."""
+    """Measure how much the controller's own memory grows for a batch that one group makes and another reads."""
     logger.info("from group to group")
     for size in extent.megabytes:
         forward = Measurement(sides[OURS], "forward", {"megabytes": size}, WATCH_CLOSELY_SECONDS)

@@ -59,7 +59,7 @@ class Bare:
         }
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of this process's own while nothing is in progress."""
+        """Return the bytes that only this process uses while nothing is in progress."""
         gc.collect()
         return {"controller": own_and_resident(os.getpid())[0]}
 

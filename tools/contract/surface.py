@@ -264,7 +264,7 @@ def _argument(parameter: Any) -> str:
 
 
 def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) -> bool:
-    """Return True if a new name, such as a method or a field, is one that existing plugins would have to provide."""
+    """Return True if existing plugins would have to provide a new name, such as a method or a field."""
     name = today[address]
     if name.owner not in before:
         return False

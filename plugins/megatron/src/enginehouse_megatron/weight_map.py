@@ -130,7 +130,7 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
 
 
 def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
-    """Return the number in a name, counted over all ranks, if the name counts from this rank's first."""
+    """Return the number in a name plus `first`, this rank's first number; None if the name has no number."""
     number = pattern.search(name)
     return None if number is None else first + int(number.group())
 

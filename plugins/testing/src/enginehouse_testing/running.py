@@ -134,7 +134,7 @@ def undeclared(
 
 
 def _check_model(record: Record, model: ModelUnderTest) -> None:
-    """Reject a model with which a record is not checked.
+    """Reject a model that the checks of a record do not support.
 
     Raises:
         UserError: the record is no engine, or does not declare that it computes in the dtype.
