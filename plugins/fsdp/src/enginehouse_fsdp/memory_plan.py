@@ -16,8 +16,8 @@ BUCKET_BYTES = 256 << 20
 
 
 def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a rank's peak memory, the largest of three moments: in the output head, in the last block's backward pass,
-    and while the outermost unit's gradient is summed over the ranks.
+    """Estimate a rank's peak memory, the largest of three moments: in the output head, in the last block's backward
+    pass, and while the outermost unit's gradient is summed over the ranks.
 
     FSDP gathers a unit in the dtype of the computation, together with the next unit if there is one, and sums its
     gradient in `reduce_dtype`. Only the next unit frees its memory for good.
