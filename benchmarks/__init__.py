@@ -1,1 +1,1 @@
-"""Measurements of enginehouse, each beside its peers in the same run. `python -m benchmarks NAME` runs one."""
+"""Measurements of enginehouse beside its peers in the same run. `python -m benchmarks NAME` runs one of them."""

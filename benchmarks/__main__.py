@@ -1,9 +1,9 @@
 """Runs a benchmark: `python -m benchmarks NAME [option=value ...]`.
 
 A benchmark is a module of this package with `measure(**options) -> {"metrics": {name: number}, ...}`. The result is
-written to `benchmarks/out/NAME.json` with `commit`, `written`, `metrics`, `command` and `machine`, and
-with whatever else `measure` returned, and printed. A result may hold `"sides"`, a table: `{row: {column: value}}`, and
-a `"name"` of its own for the file, where a benchmark has several sizes. In a checkout one runs at a time.
+printed, and written to `benchmarks/out/NAME.json` with `commit`, `written`, `metrics`, `command`, `machine` and all
+that `measure` returned. A result may have `"sides"`, a table `{row: {column: value}}`, and a `"name"` for its file if a
+benchmark has several sizes. In a checkout only one benchmark runs at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUT = Path(__file__).parent / "out"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark the arguments name; returns the exit code."""
+    """Run the benchmark that the arguments name; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     console = Console() if sys.stdout.isatty() else Console(width=140)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def names() -> list[str]:
-    """Modules of this package that measure something."""
+    """Return the modules of this package that measure something."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if "\ndef measure(" in path.read_text())
 
 
@@ -99,7 +99,7 @@ def read_options(measure: Callable[..., Any], settings: Sequence[str]) -> dict[s
 
 
 def tables(name: str, result: Mapping[str, Any]) -> list[Table]:
-    """A result as tables: its sides, if it has any, and its metrics."""
+    """Return a result as tables: its sides, if it has any, and its metrics."""
     metrics = Table("metric", title=name, title_justify="left")
     metrics.add_column("value", justify="right")
     for metric, value in result["metrics"].items():
@@ -117,7 +117,7 @@ def tables(name: str, result: Mapping[str, Any]) -> list[Table]:
 
 
 def shown(value: Any) -> str:
-    """A value as a table shows it: numbers to three or four figures, nothing for None."""
+    """Return a value as a table shows it: numbers with three or four digits, nothing for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,9 +1,9 @@
-"""Every recipe of `enginehouse recipes list`, from nothing to a model that has learned: its curve over several seeds.
+"""Runs every recipe of `enginehouse recipes list` from nothing to a trained model, and draws its curve over some seeds.
 
-All on one task begin from the same warmed-up model, and differ in their samples and the order of their data. Policies
-are judged by one sampler on the held-out prompts (`reward/NAME`), those of games by their last validation, a reward
-model by held-out pairs (`accuracy/rm`). Two runs go on at once, each in one process of one thread, so `seconds/NAME` is
-of a busy machine, without what a run begins from.
+All recipes of a task begin from the same warmed-up model; runs differ in samples and in the order of data. One sampler
+judges policies on the held-out prompts (`reward/NAME`). Policies of games are judged by their last validation, a reward
+model by held-out pairs (`accuracy/rm`). Two runs share the machine, each in one process of one thread, so
+`seconds/NAME` is from a busy machine. It does not include making the model from which a run begins.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ WORK = ROOT / "benchmarks" / "out" / "algorithms"
 TASK_MADE = WORK / DIRECTORY / "task"
 PICTURE = WORK.parent / "algorithms.png"
 WARM_UP, OF_GAMES = "sft", "sft_chat"
-"""The recipes that the others begin from: nothing of their own is shown."""
+"""The recipes from which the others begin. No figures of their own are shown."""
 VALIDATE_EVERY = 10
 AS_IN_TRAINING = ("evaluation.sampling.temperature=1", "evaluation.max_prompts=256")
-"""Overrides with which a validation draws answers as training does."""
+"""Overrides with which a validation samples answers as training does."""
 SHOWN = {
     "validation/reward": "reward, held-out prompts",
     "validation/accuracy": "accuracy, held-out pairs",
 }
-"""What the figures of a validation that are drawn are called in the picture."""
+"""Names, in the picture, of the validation figures that are drawn."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run.
+    """The outcome of one run.
 
     Attributes:
-        seconds: from the first step to the end of the last.
-        steps: after which there was a validation.
-        values: what it found; the first, of the model before the first step.
-        final: of the trained model, reward or accuracy.
-        greedy: reward of its greedy answers; None where it gives none.
+        seconds: time from the first step to the end of the last.
+        steps: steps after which there was a validation.
+        values: results of these validations; the first is of the model before the first step.
+        final: reward or accuracy of the trained model.
+        greedy: reward of the trained model's greedy answers; None if it gives no answers.
     """
 
     seconds: float
@@ -67,17 +67,17 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = Fals
     """Run every recipe with each seed.
 
     Args:
-        seeds: runs of each recipe, with the seeds 0, 1, ...
-        names: of the recipes, with commas between; empty: all.
-        at_once: runs that go on at the same time.
-        keep: take what an earlier call made and finished as it is, and run only what is not there.
+        seeds: number of runs of each recipe, with the seeds 0, 1, ...
+        names: names of the recipes, separated by commas; empty: all.
+        at_once: number of runs at the same time.
+        keep: True to keep what an earlier call has finished, and run only the rest.
 
     Returns:
-        `metrics`, `sides`, `picture`, `versions`. Metrics, means over seeds: `reward/NAME` (of rm `accuracy/NAME`) and
-        `seconds/NAME`; and `reward/sft`, of the model that those begin from which sort.
+        `metrics`, `sides`, `picture`, `versions`. Metrics, means over seeds: `reward/NAME` (`accuracy/NAME` for rm),
+        `seconds/NAME`, and `reward/sft`, of the model from which the sorting recipes begin.
 
     Raises:
-        RuntimeError: a run failed; with what it printed last.
+        RuntimeError: a run failed; the message has the last lines that it printed.
     """
     chosen = names.split(",") if names else [name for name in recipes() if name not in (WARM_UP, OF_GAMES)]
     plot_python, python = plotting(), Path(sys.executable)
@@ -106,13 +106,13 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = Fals
 
 
 def figures(runs: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:
-    """The figures to keep: means over seeds."""
+    """Return the figures to keep: means over seeds."""
     final = {f"{_what(name)}/{name}": statistics.mean(one.final for one in of) for name, of in runs.items()}
     return final | {f"seconds/{name}": statistics.mean(one.seconds for one in of) for name, of in runs.items()}
 
 
 def row(runs: Sequence[Outcome]) -> dict[str, float | int]:
-    """A recipe's line in the table."""
+    """Return a recipe's line in the table."""
     final = [one.final for one in runs]
     greedy = [one.greedy for one in runs if one.greedy is not None]
     return {
@@ -128,7 +128,7 @@ def row(runs: Sequence[Outcome]) -> dict[str, float | int]:
 
 
 def curve(lines: Sequence[Mapping[str, Any]], figure: str) -> tuple[list[int], list[float]]:
-    """The steps whose lines have a figure, and the figure."""
+    """Return the steps whose lines have a figure, and the figure at these steps."""
     found = [(line["step"], line[figure]) for line in lines if figure in line]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -161,24 +161,24 @@ def _outcome(name: str, run: Path) -> Outcome:
 
 
 def _final(name: str, run: Path, values: Sequence[float]) -> float:
-    """What the model at the end of a run is worth."""
+    """Return the reward or accuracy of the model at the end of a run."""
     if _sorts(name):
         return final_reward(run / "model", TASK_MADE)
     return values[-1]
 
 
 def _figure(name: str) -> str:
-    """The figure of its validations that is drawn."""
+    """Return the name of the validation figure that is drawn."""
     return "validation/reward" if recipes()[name].command == "train" else "validation/accuracy"
 
 
 def _sorts(name: str) -> bool:
-    """Whether a recipe makes a policy for the task of the recipes; else that of a game, or no policy."""
+    """Return True if a recipe trains a policy for the recipes' sorting task, not for a game, and not another model."""
     return _what(name) == "reward" and "environment" not in yaml.safe_load(recipes()[name].text)
 
 
 def _what(name: str) -> str:
-    """By which figure a recipe's model is judged."""
+    """Return the figure that judges a recipe's model."""
     return "accuracy" if recipes()[name].command == "rm" else "reward"
 
 

@@ -1,4 +1,4 @@
-"""Draws the learning curves of the recipes. Runs in an environment with matplotlib; figures come as JSON."""
+"""Draws the recipes' learning curves. Runs in an environment with matplotlib, and gets the figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ COLUMNS = 5
 
 
 def draw(curves: dict[str, dict[str, Any]], path: str) -> None:
-    """Draw a panel a recipe to `path`: mean and range of its seeds, those of the same figure in grey behind it.
+    """Draw a panel for each recipe: mean and range of its seeds, and in grey the other recipes with the same figure.
 
     Args:
-        curves: by recipe, `steps`, of each run the values after them (`runs`), and `figure`, what these are.
+        curves: by recipe, `steps`, the values of each run after these steps (`runs`), and `figure`, their name.
         path: a file.
     """
     columns = min(COLUMNS, len(curves))

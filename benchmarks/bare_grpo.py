@@ -1,6 +1,6 @@
-"""The quickstart's recipe as a hand-written loop: no controller, no Ray, no engine. The floor for the other sides.
+"""The quickstart's recipe as a hand-written loop without controller, Ray or engine: the floor for the other sides.
 
-Every piece is what one would write for this task alone: responses of one length, prompts of one length, one process.
+It is written for this task only: responses of one length, prompts of one length, one process.
 
     python -m benchmarks.bare_grpo --task examples/quickstart/work --model .../work/model --warm-up 100 --steps 250
 """
@@ -33,10 +33,10 @@ class Task:
 
     Attributes:
         train: prompts `(rows, prompt length)`, int64.
-        validation: held-out prompts, the same.
+        validation: held-out prompts, in the same form.
         demonstrations: prompt and noisy answer with end-of-sequence `(rows, prompt length + 7)`, int64.
-        answers: maps prompts `(rows, prompt length)` to right answers with end-of-sequence `(rows, 7)`; None: each even
-            token of a response counts, and there is nothing to validate (`benchmarks.words_task`).
+        answers: maps prompts `(rows, prompt length)` to right answers with end-of-sequence `(rows, 7)`. None: each even
+            token of a response counts, and there is no validation (`benchmarks.words_task`).
     """
 
     train: torch.Tensor
@@ -64,14 +64,14 @@ class Task:
 
 
 def batches(rows: torch.Tensor, size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Batches without end, each pass in a new order."""
+    """Yield batches without end, each pass in a new order."""
     while True:
         order = torch.randperm(len(rows), generator=generator)
         yield from (rows[chosen] for chosen in order.split(size) if len(chosen) == size)
 
 
 def optimizer(model: PreTrainedModel, lr: float, betas: tuple[float, float], warmup: int, total: int | None):
-    """AdamW, and a schedule of linear warm-up, then linear to zero over `total` steps (or constant)."""
+    """Return AdamW, and a schedule of linear warm-up, then linear decay to zero over `total` steps (or constant)."""
     adamw = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
 
     def factor(step: int) -> float:
@@ -83,7 +83,7 @@ def optimizer(model: PreTrainedModel, lr: float, betas: tuple[float, float], war
 
 
 def warm_up(model: PreTrainedModel, task: Task, seed: int, steps: int = 100) -> None:
-    """Supervised steps of 128 noisy demonstrations: the model learns the format."""
+    """Take supervised steps on 128 noisy demonstrations each, so that the model learns the format."""
     adamw, schedule = optimizer(model, lr=3e-3, betas=(0.9, 0.999), warmup=10, total=None)
     prompt_length = task.train.shape[1]
     rows = batches(task.demonstrations, 128, torch.Generator().manual_seed(seed))
@@ -101,10 +101,10 @@ def warm_up(model: PreTrainedModel, task: Task, seed: int, steps: int = 100) -> 
 def sample(
     model: PreTrainedModel, prompts: torch.Tensor, samples: int, greedy: bool = False, new_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw `samples` responses of `new_tokens` tokens for each prompt at temperature 1; it is prefilled once.
+    """Sample `samples` responses of `new_tokens` tokens at temperature 1 for each prompt, which is prefilled once.
 
     Returns:
-        tokens and their logprobs, `(prompts * samples, new_tokens)`; what follows an end-of-sequence is to be masked.
+        Tokens and their logprobs, `(prompts * samples, new_tokens)`. Mask what follows an end-of-sequence.
     """
     output = model(prompts, use_cache=True, logits_to_keep=1)
     cache, logits = output.past_key_values, output.logits[:, -1]
@@ -123,7 +123,7 @@ def sample(
 
 
 def score(task: Task, prompts: torch.Tensor, responses: torch.Tensor, eos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reward `(rows,)` and mask `(rows, tokens)` of responses: 1 up to and with the first end-of-sequence."""
+    """Return reward `(rows,)` and mask `(rows, tokens)` of responses: 1 up to the first end-of-sequence, included."""
     ended = (responses == eos).long().cumsum(dim=1)
     mask = (ended == 0) | ((ended == 1) & (responses == eos))
     right = (responses % 2 == 0).float() if task.answers is None else (responses == task.answers(prompts)).all(1, True)
@@ -131,7 +131,7 @@ def score(task: Task, prompts: torch.Tensor, responses: torch.Tensor, eos: int) 
 
 
 def validate(model: PreTrainedModel, task: Task, greedy: bool = False, samples: int = 4, seed: int = 0) -> float:
-    """Mean reward of sampled (or greedy) answers to the held-out prompts."""
+    """Return the mean reward of sampled (or greedy) answers to the held-out prompts."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         prompts = task.validation.repeat_interleave(samples, dim=0)
@@ -147,10 +147,9 @@ def train(
     prompts_per_step: int = PROMPTS,
     new_tokens: int = MAX_TOKENS,
 ) -> list[float]:
-    """GRPO: one optimizer step a batch, clipped ratio to the rollout's own logprobs, no KL term.
+    """Train by GRPO, one optimizer step per batch, and return the seconds of each step.
 
-    Returns:
-        seconds of each step.
+    The ratio to the rollout's own logprobs is clipped; there is no KL term.
     """
     torch.manual_seed(seed)
     adamw, schedule = optimizer(model, lr=1.5e-3, betas=(0.9, 0.99), warmup=5, total=steps)
@@ -180,7 +179,7 @@ def train(
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer."""
+    """Load a model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

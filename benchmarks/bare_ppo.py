@@ -1,4 +1,4 @@
-"""PPO of the quickstart as a hand-written loop: `bare_grpo` with a critic. The floor for the other sides.
+"""PPO of the quickstart as a hand-written loop: `bare_grpo` with a critic. It is the floor for the other sides.
 
 python -m benchmarks.bare_ppo --task examples/quickstart/work --model .../work/model --save out
 """
@@ -24,7 +24,7 @@ LAM = 0.95
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """The model in a directory with a value head of zeros in the place of its own."""
+    """Load the model in a directory, with a value head of zeros in place of its own head."""
     from transformers import AutoModelForSequenceClassification
 
     critic = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1, dtype=torch.float32)
@@ -33,21 +33,21 @@ def load_critic(directory: Path) -> PreTrainedModel:
 
 
 def values_of(critic: PreTrainedModel, inputs: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Values `(rows, tokens)` of the states that the tokens after the prompt are drawn from."""
+    """Return the values `(rows, tokens)` of the states from which the tokens after the prompt are sampled."""
     hidden = getattr(critic, critic.base_model_prefix)(inputs).last_hidden_state[:, prompt_length - 1 :]
     return critic.score(hidden)[..., 0]
 
 
 def credits(reward: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE without a discount, of rewards at the last counted token.
+    """Compute GAE without a discount, with rewards at the last counted token.
 
     Args:
         reward: `(rows,)`.
         values: `(rows, tokens)`.
-        mask: of the counted tokens, the first ones of each row.
+        mask: True at the counted tokens, the first ones of each row.
 
     Returns:
-        advantages, normalized over all counted tokens, and what the critic learns; both 0 where nothing counts.
+        Advantages, normalised over all counted tokens, and the critic's targets; both are 0 where nothing counts.
     """
     values = values * mask
     following = F.pad(values[:, 1:], (0, 1))
@@ -62,10 +62,9 @@ def credits(reward: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> t
 
 
 def train(model: PreTrainedModel, critic: PreTrainedModel, task: Task, seed: int, steps: int) -> list[float]:
-    """PPO: one optimizer step a batch of actor and critic, clipped ratio to the rollout's own logprobs, no KL term.
+    """Train by PPO, one step of actor and critic per batch, and return the seconds of each step.
 
-    Returns:
-        seconds of each step.
+    The ratio to the rollout's own logprobs is clipped; there is no KL term.
     """
     torch.manual_seed(seed)
     trained = [

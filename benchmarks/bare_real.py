@@ -1,4 +1,4 @@
-"""The sums of `benchmarks.real` as a hand-written loop: no controller, no Ray, no engine. The floor of the others.
+"""The sums of `benchmarks.real` as a hand-written loop without controller, Ray or engine: the other sides' floor.
 
 python -m benchmarks.bare_real --data .../train.jsonl --model MODEL --steps 5 --prompts 8 --new-tokens 12 --save DIR
 """
@@ -50,7 +50,7 @@ class Padded:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any]) -> Padded:
-    """Return conversations as the tokens that a response follows."""
+    """Return conversations as the tokens that come before a response."""
     texts = [
         tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in conversations
     ]
@@ -65,10 +65,10 @@ def render(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any]) -> 
 def sample(
     model: PreTrainedModel, prompts: Padded, samples: int, new_tokens: int, eos: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw responses at temperature 1, until all have ended; each prompt is computed once.
+    """Sample responses at temperature 1 until all have ended. Each prompt is computed once.
 
     Returns:
-        tokens, their logprobs, and a mask that is 1 up to and with the first end, all `(prompts * samples, tokens)`.
+        Tokens, their logprobs, and a mask that is 1 up to the first end, included; all `(prompts * samples, tokens)`.
     """
     output = model(
         prompts.ids, attention_mask=prompts.mask, position_ids=prompts.positions, use_cache=True, logits_to_keep=1
@@ -102,7 +102,7 @@ def accumulate(
     mask: torch.Tensor,
     advantages: torch.Tensor,
 ) -> None:
-    """Add the gradient of the clipped objective's mean over all tokens, `MICRO_ROWS` rows at a time."""
+    """Add the gradient of the clipped objective's mean over all tokens, for `MICRO_ROWS` rows at a time."""
     whole, count, total = prompts.extend(responses, mask), responses.shape[1], mask.sum()
     for rows in torch.arange(len(responses)).split(MICRO_ROWS):
         logits = model(
@@ -129,7 +129,7 @@ def train(
     new_tokens: int,
     file: Path,
 ) -> None:
-    """Take steps of GRPO, and write a line of seconds as each ends."""
+    """Take steps of GRPO, and write the seconds of each step when it ends."""
     torch.manual_seed(seed)
     adamw = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0, fused=True)
     order = batches(torch.arange(len(rows)), prompts, torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""A page in Debian's chromium, without a window: opened, asked, photographed, and what hosts it asked for.
+"""Opens a page in Debian's chromium without a window, controls and photographs it, and lists the hosts it asked for.
 
 It speaks the DevTools protocol over the `websockets` package.
 """
@@ -26,17 +26,17 @@ SWITCHES = """
     --disable-extensions --disable-default-apps --disable-client-side-phishing-detection --no-pings
     --disable-features=OptimizationHints,AutofillServerCommunication,MediaRouter,Translate
 """
-"""From the second line on: what keeps the browser itself from asking its maker's hosts, as far as it lets itself be."""
+"""From the second line on: switches that keep the browser from asking its maker's hosts, as far as possible."""
 WAIT_SECONDS = 120.0
 
 
 class Chromium:
-    """A browser of its own, with an empty profile.
+    """A separate browser with an empty profile.
 
     Attributes:
         problems: errors that pages had.
         asked: every URL that pages asked for.
-        hosts: once it is closed, the hosts that its net log says were asked, by who asked.
+        hosts: after closing, the hosts that were asked according to the net log, by who asked.
     """
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class Chromium:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.call("Browser.close")  # so that the net log is whole
+            self.call("Browser.close")  # so that the net log is complete
             self._process.wait(20)
         except Exception:
             self._process.kill()
@@ -86,7 +86,7 @@ class Chromium:
                 time.sleep(0.05)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Have the browser do something; what it tells meanwhile of errors is kept in `problems`."""
+        """Call a method of the browser. Errors that the browser reports meanwhile are kept in `problems`."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
@@ -108,14 +108,14 @@ class Chromium:
             self.problems.append(f"{entry['text']} {entry.get('url', '')}")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is awaited."""
+        """Return the value of an expression in the page, after awaiting it if it is a promise."""
         result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
     def shape(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """The size of the window, in CSS pixels, and what the system says of light and dark."""
+        """Set the size of the window in CSS pixels, and the system's light or dark mode."""
         scale = 2 if phone else 1
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
@@ -124,7 +124,7 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, url: str) -> float:
-        """Open a page of ours; returns the seconds until it says that it is ready, which it counts from its request."""
+        """Open a page of ours; return the seconds from its request until it says that it is ready."""
         self.call("Page.navigate", url=url)
         until = time.monotonic() + WAIT_SECONDS
         while not (ready := self.evaluate("document.documentElement?.dataset.ready")):
@@ -134,22 +134,22 @@ class Chromium:
         return int(ready) / 1000
 
     def busy_seconds(self) -> float:
-        """CPU time that the page's main thread has used: what other processes do adds little to it."""
+        """Return the CPU time of the page's main thread, to which other processes add little."""
         found = {one["name"]: one["value"] for one in self.call("Performance.getMetrics")["metrics"]}
         return float(found["TaskDuration"])
 
     def photograph(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of what is to be seen, or of the whole page."""
+        """Save a PNG of the visible part, or of the whole page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
 def hosts_of(net_log: Path) -> dict[str, list[str]]:
-    """The hosts that a browser asked for anything, by who asked: a page's origin, or the browser itself."""
+    """Return the hosts that a browser asked for anything, by who asked: a page's origin, or the browser itself."""
     text = net_log.read_text(errors="replace")
     try:
         log = json.loads(text)
-    except ValueError:  # not ended in order
+    except ValueError:  # the browser did not end in order, so the log is cut
         log = json.loads(text.rstrip().rstrip(",") + "]}")
     found: dict[str, set[str]] = {}
     for event in log["events"]:

@@ -1,15 +1,15 @@
-"""What a call through a worker group costs, and what its data costs: against bare Ray actors and verl's controller.
+"""Measures a call through a worker group, and the transfer of its data, against bare Ray actors and verl's controller.
 
     make bench NAME=dispatch ARGS="rounds=9"
 
-Each side is a process with a Ray of its own, in one run: this process tells one side at a time what to measure, and the
-sides take turns, so that a machine whose speed drifts drifts for all of them; the others are stopped meanwhile, their
-Ray included. The sides hold equal ends: the no-op is one call of an empty method on every worker, answers awaited; the
-round trip begins with the data in the driver's memory and ends with the same data in new memory of the driver, one
-array or tensor a column, after workers returned what they got. `in store` is the round trip whose result stays where
-it was made. verl has 16 workers throughout the no-op, of which as many are called as the other sides have.
+Each side is a process with its own Ray, in one run. This process tells one side at a time what to measure. The sides
+take turns, so that a machine whose speed drifts drifts for all of them; the other sides, their Ray included, are
+stopped meanwhile. The sides measure between equal ends. The no-op is one call of an empty method on every worker, with
+awaited answers. The round trip begins with the data in the driver's memory and ends with the same data in new memory of
+the driver, one array or tensor per column, after workers returned what they got. `in store` is the round trip whose
+result stays where it was made. verl always has 16 workers; the no-op calls as many of them as the other sides have.
 
-verl runs in a Python environment of its own, see `VERL`. It needs no GPU there, and no engine is installed.
+verl runs in a separate Python environment, see `VERL`. It needs no GPU there, and no engine is installed.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ MB = 1e6
 VERL = (
     ["torch"],
     ["--no-deps", "verl==0.9.1"],
-    # what its `DataProto` and `single_controller` import, in the versions its metadata asks for
+    # imports of its `DataProto` and `single_controller`, in the versions that its metadata asks for
     [f"ray=={metadata.version('ray')}", "numpy>=2", "packaging>=20", "codetiming", "hydra-core"],
     ["tensordict>=0.8,!=0.9.0,<=0.10", "transformers>=5.5.3,!=5.6.0,<5.11"],
 )
-"""Installs of verl's environment. Its other dependencies (engines, trackers, data sets) are not imported here."""
+"""Installs of verl's environment. This benchmark does not import verl's other dependencies (engines, trackers, ...)."""
 
 LARGE_ROW = "large batch"
 WATCH_SECONDS = 0.01
-"""How often a side's memory is looked at while it is timed: rarely, not to take time from it."""
+"""Seconds between two looks at a side's memory while it is timed: few looks, because they take time from it."""
 WATCH_CLOSELY_SECONDS = 0.002
-"""How often where memory is what is measured."""
+"""Seconds between two looks when memory is measured."""
 WARM_UP_ROUNDS = 1
-"""First round trips of a size, not counted: every process touches pages of the store for the first time, and that
-costs several times what the copy does."""
+"""First round trips of a size, which do not count: every process touches pages of the store for the first time, and
+that takes several times as long as the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much is measured.
+    """Sizes and numbers of the measurements.
 
     Attributes:
         workers: group sizes of the no-op call.
-        blocks: turns each side gets with the no-op at each size.
-        calls: calls of a turn.
+        blocks: turns of each side with the no-op at each size.
+        calls: calls in a turn.
         megabytes: sizes of the round trip and of the pass between groups, in million bytes, the largest last.
-        rounds: round trips of each size; passes between groups and large batches are done as often.
+        rounds: round trips of each size, passes between groups, and large batches.
         round_trip_workers: workers of the round trip.
         makers: workers of the group that makes batches.
         readers: workers of the group that reads them.
-        large: prompts, samples a prompt and mean tokens a sample of the large batch.
+        large: the large batch's prompts, samples per prompt and mean tokens per sample.
         starts: starts of a group.
-        start_workers: its workers.
+        start_workers: workers of such a group.
     """
 
     workers: Sequence[int] = (2, 4, 8, 16)
@@ -103,26 +103,26 @@ def measure(
     rounds: int = Extent.rounds,
     starts: int = Extent.starts,
 ) -> dict[str, Any]:
-    """Measure all of it; the sides take turns within each measurement.
+    """Measure everything; the sides take turns within each measurement.
 
     Args:
-        quick: a small run, without verl and plot, whatever the other options are: that all works, not how fast.
-        verl: measure verl, too; its environment is made the first time, which takes minutes.
+        quick: True for a small run without verl and plot, whatever the other options; it shows that all works.
+        verl: True to measure verl too. The first time, its environment is made, which takes minutes.
         workers, megabytes, blocks, rounds, starts: see `Extent`.
 
     Returns:
-        `metrics`, `sides` (a row a measurement, a column a side; medians), `noop_fit`, `versions`.
+        `metrics`, `sides` (a row per measurement, a column per side; medians), `noop_fit`, `versions`.
 
     Raises:
-        ValueError: one size of group: no line goes through one point.
-        RuntimeError: a side failed; with what it printed last.
+        ValueError: there is only one size of group, and no line goes through one point.
+        RuntimeError: a side failed; the message has the last lines that it printed.
     """
     if len(set(workers)) < 2:
         raise ValueError(f"workers={workers}: a line over the number of workers needs two different ones at least")
     extent = Extent(workers=workers, megabytes=megabytes, blocks=blocks, rounds=rounds, starts=starts)
     if quick:
         verl, extent = False, QUICK
-    plot_python = None if quick else plotting()  # first: nothing measured is lost where it cannot be
+    plot_python = None if quick else plotting()  # first, so that no measurement is lost if it fails
     table = Table()
     with ending_in_order(), contextlib.ExitStack() as running:
         sides = start_sides(running, verl)
@@ -151,7 +151,7 @@ def measure(
 
 @contextlib.contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make a request to terminate an exception, as Ctrl-C is one: sides that are paused would be left behind."""
+    """Turn a request to terminate into an exception, like Ctrl-C; else paused sides would be left behind."""
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -166,15 +166,15 @@ def ending_in_order() -> Iterator[None]:
 def start_sides(running: contextlib.ExitStack, verl: bool) -> dict[str, SideProcess]:
     """Start the sides' processes, which end with `running`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == "RAY_TMPDIR"}
-    # what `start_ray` sets for itself, so that no side's Ray does more than another's
+    # the same as `start_ray` sets, so that no side's Ray does more than another's
     env |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    # Each side's Ray sees the memory of all sides, whose stores keep what they once held, and would end its workers.
+    # Each side's Ray sees the memory of all sides, whose stores keep what they once held, and would kill its workers.
     env |= {"RAY_memory_monitor_refresh_ms": "0"}
 
     def start(name: str, *command: object) -> SideProcess:
         log = LOGS / f"{name.replace(' ', '_')}.log"
         side = running.enter_context(SideProcess(name, command, log, cwd=ROOT, env=env))
-        side.ask("stop_group")  # there is none; it answers when its Ray is up
+        side.ask("stop_group")  # there is none yet; the side answers once its Ray is up
         return side
 
     python_of_verl = environment("verl", *VERL) if verl else None
@@ -193,11 +193,11 @@ class Measurement:
     """One command of a side.
 
     Attributes:
-        side: whose.
+        side: the side.
         do: the command.
-        arguments: of the command.
-        watch: seconds between two looks at the driver's memory meanwhile; None: it is not looked at.
-        grown: gets how the memory grew, each time.
+        arguments: arguments of the command.
+        watch: seconds between two looks at the driver's memory during the command; None: no looks.
+        grown: gets the growth of the memory, each time.
     """
 
     side: SideProcess
@@ -207,7 +207,7 @@ class Measurement:
     grown: list[Memory] = field(default_factory=list)
 
     def take(self) -> Any:
-        """Do it once; returns what the side answers."""
+        """Do it once; return the side's answer."""
         answer = self.side.ask(self.do, watch=self.watch, **self.arguments)
         if self.watch and self.side.memory:
             self.grown.append(self.side.memory)
@@ -217,15 +217,15 @@ class Measurement:
 def in_turns(
     sides: Iterable[SideProcess], measurements: Mapping[str, Measurement], rounds: int, warm: Collection[str] = ()
 ) -> dict[str, list[Any]]:
-    """Take each of the measurements `rounds` times, each round beginning with another; the other sides are paused.
+    """Take each measurement `rounds` times; each round begins with another one. The other sides are paused.
 
     Args:
-        sides: all sides there are.
-        measurements: what to take, by name.
-        rounds: how often.
-        warm: which are done once untimed right before they are taken. A virtual machine gives memory that was freed
-            back to its host; whoever comes after a side that freed gigabytes pays for getting them again, and whoever
-            comes next does not.
+        sides: all sides.
+        measurements: measurements by name.
+        rounds: number of rounds.
+        warm: measurements that are done once, untimed, right before they are taken. A virtual machine returns freed
+            memory to its host. The next user of memory after a side that freed gigabytes pays for getting it again, and
+            the user after that does not.
     """
     found: dict[str, list[Any]] = {name: [] for name in measurements}
     names = list(measurements)
@@ -248,54 +248,50 @@ def in_turns(
 
 
 class Table:
-    """What was measured: rows of figures by side."""
+    """Rows of measured figures by side."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, float | str]] = {}
 
     def add(self, row: str, unit: str, figures: Mapping[str, float]) -> None:
-        """Add a row, and its ratio to bare Ray where both are there."""
+        """Add a row, and its ratio to bare Ray if both sides were measured."""
         self.rows[row] = {"unit": unit, **figures}
         if OURS in figures and figures.get(BARE):
             self.rows[row]["vs bare"] = figures[OURS] / figures[BARE]
 
     def figure(self, row: str, side: str) -> float:
-        """One figure.
-
-        Raises:
-            KeyError: it was not measured.
-        """
+        """Return one figure; raise KeyError if it was not measured."""
         return float(self.rows[row][side])
 
 
 def noop_row(workers: int) -> str:
-    """The row of the no-op call on so many workers."""
+    """Return the name of the row of the no-op call on `workers` workers."""
     return f"no-op, {workers} workers"
 
 
 def roundtrip_row(megabytes: float) -> str:
-    """The row of the round trip of so many million bytes."""
+    """Return the name of the row of the round trip of `megabytes` million bytes."""
     return f"round trip, {megabytes:g} MB"
 
 
 def beside_verl_row(megabytes: float) -> str:
-    """The row of the same against verl."""
+    """Return the name of the same row against verl."""
     return f"{roundtrip_row(megabytes)}, beside verl"
 
 
 def forward_row(megabytes: float) -> str:
-    """The row of the controller's growth while so many million bytes pass from group to group."""
+    """Return the name of the row of the controller's growth while `megabytes` million bytes pass between groups."""
     return f"group to group, {megabytes:g} MB, driver grows by"
 
 
 def startup_row(workers: int) -> str:
-    """The row of the start of so many workers."""
+    """Return the name of the row of the start of `workers` workers."""
     return f"start of {workers} with torch"
 
 
 def measure_noop(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """A call that does nothing, for each number of workers; the sides take turns of `calls` calls."""
-    if VERL_NAME in sides:  # one group for all sizes: its workers import torch and verl, seconds of a core each
+    """Measure a call that does nothing, for each number of workers; the sides take turns of `calls` calls."""
+    if VERL_NAME in sides:  # one group for all sizes, because its workers import torch and verl, which takes seconds
         logger.info("starting %d workers of verl", max(extent.workers))
         sides[VERL_NAME].ask("start_group", workers=max(extent.workers), timeout=400)
     for size in extent.workers:
@@ -312,7 +308,7 @@ def measure_noop(sides: Mapping[str, SideProcess], table: Table, extent: Extent)
 
 
 def measure_roundtrips(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """Data from the driver over the workers and back, for each size; verl with its other serialization as well."""
+    """Measure data from the driver to the workers and back, for each size; verl also with its other serialization."""
     for name, side in sides.items():
         side.ask("start_group", workers=extent.round_trip_workers)
         if name == VERL_NAME:
@@ -325,7 +321,7 @@ def measure_roundtrips(sides: Mapping[str, SideProcess], table: Table, extent: E
         if VERL_NAME in sides:
             arguments = {"serialization": "numpy"}
             there_and_back[VERL_NUMPY] = Measurement(sides[VERL_NAME], "roundtrip", arguments, WATCH_SECONDS)
-        # verl frees gigabytes, and who comes next pays for it: it has rounds of its own, which bare Ray is not in
+        # verl frees gigabytes, and the next side pays for it, so verl has separate rounds, without bare Ray
         beside_verl = {name: one for name, one in there_and_back.items() if name != BARE}
         in_store = {name: Measurement(sides[name], "roundtrip_in_store") for name in (OURS, BARE)}
         for measurements, row in (
@@ -338,7 +334,7 @@ def measure_roundtrips(sides: Mapping[str, SideProcess], table: Table, extent: E
             in_turns(sides.values(), measurements, WARM_UP_ROUNDS)
             seconds = in_turns(sides.values(), measurements, extent.rounds, warm=(OURS, BARE))
             table.add(row, "ms", {name: 1e3 * statistics.median(found) for name, found in seconds.items()})
-        # the first ones count here: what the allocator keeps of them, later ones need not ask the system for
+        # the first round trips count here, because later ones reuse memory that the allocator kept of them
         grown = {name: most(measurement.grown) for name, measurement in there_and_back.items()}
         table.add(f"{roundtrip_row(size)}, driver grows by", "MB", grown)
         for side in sides.values():
@@ -348,7 +344,7 @@ def measure_roundtrips(sides: Mapping[str, SideProcess], table: Table, extent: E
 
 
 def measure_startup(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """From nothing to the first answer of processes with torch."""
+    """Measure the start of processes with torch, until their first answer."""
     workers = extent.start_workers
     logger.info("start of %d workers with torch", workers)
     measurements = {name: Measurement(side, "startup", {"workers": workers}) for name, side in sides.items()}
@@ -357,7 +353,7 @@ def measure_startup(sides: Mapping[str, SideProcess], table: Table, extent: Exte
 
 
 def measure_forward(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """A batch made on one group and read by another: what it costs the controller's own memory."""
+    """Measure how much the controller's own memory grows for a batch that one group makes and another reads."""
     logger.info("from group to group")
     for size in extent.megabytes:
         forward = Measurement(sides[OURS], "forward", {"megabytes": size}, WATCH_CLOSELY_SECONDS)
@@ -367,7 +363,7 @@ def measure_forward(sides: Mapping[str, SideProcess], table: Table, extent: Exte
 
 
 def measure_large_batch(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
-    """Prompts to one group, its responses to another, a column of the controller's between."""
+    """Measure prompts to one group, its responses to another, and a column that the controller adds between them."""
     logger.info("%d x %d x %d tokens", *extent.large)
     arguments = dict(zip(("prompts", "samples", "tokens"), extent.large))
     large = Measurement(sides[OURS], "large_batch", arguments, WATCH_CLOSELY_SECONDS)
@@ -380,7 +376,7 @@ def measure_large_batch(sides: Mapping[str, SideProcess], table: Table, extent: 
 
 
 def most(grown: Sequence[Memory]) -> float:
-    """The largest growth of a process's own memory, million bytes."""
+    """Return the largest growth of a process's own memory, in million bytes."""
     return max(one.own for one in grown) / MB
 
 
@@ -388,7 +384,7 @@ def most(grown: Sequence[Memory]) -> float:
 
 
 def summary(table: Table, extent: Extent, fitted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics: ratios of medians; a ratio to bare Ray is ours by bare Ray's, one to verl is verl's by ours."""
+    """Return the metrics, ratios of medians: ours by bare Ray's, and verl's by ours."""
     megabytes = extent.megabytes
     metrics = {
         "noop_vs_bare": statistics.median(table.figure(noop_row(size), "vs bare") for size in extent.workers),
@@ -409,7 +405,7 @@ def summary(table: Table, extent: Extent, fitted: Mapping[str, Mapping[str, floa
 
 
 def fits(table: Table, workers: Sequence[int]) -> dict[str, dict[str, float]]:
-    """A line through each side's no-op times over the workers: its slope, what it costs at no worker, and R2."""
+    """Fit a line to each side's no-op times over the workers; return slope, cost at zero workers, and R2."""
     found = {}
     for side in (OURS, BARE, VERL_NAME):
         if side not in table.rows[noop_row(workers[0])]:
@@ -425,7 +421,7 @@ def fits(table: Table, workers: Sequence[int]) -> dict[str, dict[str, float]]:
 def plot(
     python: Path, table: Table, workers: Sequence[int], fitted: Mapping[str, Mapping[str, float]], path: Path
 ) -> None:
-    """Draw the no-op times and their lines with a Python that has matplotlib."""
+    """Draw the no-op times and their lines, with a Python that has matplotlib."""
     lines = {
         side: {"times": [table.figure(noop_row(size), side) for size in workers], **fit} for side, fit in fitted.items()
     }

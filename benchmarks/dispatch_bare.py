@@ -1,4 +1,4 @@
-"""The dispatch benchmark's floor: Ray actors called without any library between, with numpy arrays as data."""
+"""The floor of the dispatch benchmark: Ray actors that are called directly, with numpy arrays as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginehouse.controller import start_ray
 
 @ray.remote(num_cpus=1)
 class Actor:
-    """What a worker is on this side."""
+    """A worker on this side."""
 
     def noop(self) -> None:
         return None
@@ -46,7 +46,7 @@ class BareRay:
         self.data: dict[str, np.ndarray] = {}
 
     def cluster(self) -> dict[str, int]:
-        """What Ray was started with, for a side that must start it with the same."""
+        """Return what Ray was started with, for a side that must start it with the same."""
         resources = ray.cluster_resources()
         return {"cpus": int(resources["CPU"]), "object-store-bytes": int(resources["object_store_memory"])}
 
@@ -60,7 +60,7 @@ class BareRay:
         self.actors = []
 
     def noop(self, calls: int) -> list[float]:
-        """Seconds of each of so many calls of an empty method on every actor."""
+        """Return the seconds of each of `calls` calls of an empty method on every actor."""
         actors = self.actors
         seconds = []
         for _ in range(calls):
@@ -70,11 +70,11 @@ class BareRay:
         return seconds
 
     def load(self, megabytes: float) -> None:
-        """Hold data of so many million bytes; 0 lets go of it."""
+        """Hold `megabytes` million bytes of data; 0 releases them."""
         self.data = columns(megabytes) if megabytes else {}
 
     def roundtrip(self) -> float:
-        """Seconds from data in this process to the same data in new arrays of this process."""
+        """Return the seconds from data in this process to the same data in new arrays of this process."""
         self.noop(WAKING_CALLS)
         begun = time.perf_counter()
         parts = {name: np.array_split(array, len(self.actors)) for name, array in self.data.items()}
@@ -88,7 +88,7 @@ class BareRay:
         return seconds
 
     def roundtrip_in_store(self) -> float:
-        """The same, but what comes back is only read where it lies in the object store."""
+        """Return the seconds of the same round trip, but only read the result where it is in the object store."""
         self.noop(WAKING_CALLS)
         begun = time.perf_counter()
         parts = {name: np.array_split(array, len(self.actors)) for name, array in self.data.items()}
@@ -98,7 +98,7 @@ class BareRay:
         return time.perf_counter() - begun
 
     def startup(self, workers: int) -> float:
-        """Seconds until actors that import torch have answered their first call."""
+        """Return the seconds until actors that import torch have answered their first call."""
         begun = time.perf_counter()
         actors = [TorchActor.remote() for _ in range(workers)]
         ray.get([actor.first.remote() for actor in actors])

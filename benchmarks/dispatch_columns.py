@@ -1,4 +1,4 @@
-"""The data all sides of the dispatch benchmark move. Numpy alone: each side wraps it in its own type."""
+"""The data that all sides of the dispatch benchmark move. It needs only numpy; each side wraps it in its own type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS_AT_ONCE = 16
 
 
 def columns(megabytes: float, rows: int = ROWS) -> dict[str, np.ndarray]:
-    """Token ids (int32) and logprobs (float32), both `(rows, tokens)`, of so many million bytes together."""
+    """Return token ids (int32) and logprobs (float32), both `(rows, tokens)`, of `megabytes` million bytes together."""
     tokens = max(round(megabytes * 1e6 / (2 * 4 * rows)), 1)
     ids = np.arange(rows * tokens, dtype=np.int32).reshape(rows, tokens)
     logprobs = ids.astype(np.float32)
@@ -20,10 +20,9 @@ def columns(megabytes: float, rows: int = ROWS) -> dict[str, np.ndarray]:
 
 
 def check_same(sent: Mapping[str, np.ndarray], received: Mapping[str, np.ndarray]) -> None:
-    """Compare what came back with what was sent, a few rows at a time: the memory of this is watched.
+    """Raise AssertionError if received data differ from sent data.
 
-    Raises:
-        AssertionError: they differ.
+    They are compared a few rows at a time, because the memory of this process is watched.
     """
     assert sent.keys() == received.keys(), f"columns {list(received)} came back of {list(sent)}"
     for name, array in sent.items():

@@ -38,7 +38,7 @@ class Enginehouse:
         self.groups.close()
 
     def noop(self, calls: int) -> list[float]:
-        """Seconds of each of so many calls of an empty method on every worker."""
+        """Return the seconds of each of `calls` calls of an empty method on every worker."""
         group = self.group
         seconds = []
         for _ in range(calls):
@@ -48,11 +48,11 @@ class Enginehouse:
         return seconds
 
     def load(self, megabytes: float) -> None:
-        """Hold data of so many million bytes; 0 lets go of it."""
+        """Hold `megabytes` million bytes of data; 0 releases them."""
         self.data = Batch(columns(megabytes) if megabytes else {})
 
     def roundtrip(self) -> float:
-        """Seconds from a batch in this process's memory to the same data in a new one."""
+        """Return the seconds from a batch in this process's memory to the same data in a new batch."""
         self.noop(WAKING_CALLS)
         begun = time.perf_counter()
         received = self.group.echo(self.data).fetch()
@@ -61,7 +61,7 @@ class Enginehouse:
         return seconds
 
     def roundtrip_in_store(self) -> float:
-        """The same, but what comes back stays distributed."""
+        """Return the seconds of the same round trip with a result that stays distributed."""
         self.noop(WAKING_CALLS)
         begun = time.perf_counter()
         received = self.group.echo(self.data)
@@ -70,14 +70,14 @@ class Enginehouse:
         return seconds
 
     def startup(self, workers: int) -> float:
-        """Seconds until a group with torch and its rendezvous has answered its first call."""
+        """Return the seconds until a group with torch and its rendezvous has answered its first call."""
         begun = time.perf_counter()
         with started(TorchEcho, workers, distributed=True) as group:
             group.first()
             return time.perf_counter() - begun
 
     def start_two_groups(self, makers: int, readers: int) -> None:
-        """A group that makes batches and one that reads them, both warm."""
+        """Start a group that makes batches and a group that reads them, both warm."""
         self.maker = self.groups.enter_context(started(Maker, makers))
         self.reader = self.groups.enter_context(started(Reader, readers))
         self.forward(megabytes=1)
@@ -85,7 +85,7 @@ class Enginehouse:
         gc.collect()
 
     def forward(self, megabytes: float) -> float:
-        """Seconds in which one group makes a batch of so many million bytes and the other reads it all."""
+        """Return the seconds in which one group makes `megabytes` million bytes and the other reads them all."""
         begun = time.perf_counter()
         made = self.maker.make(Batch({"row": np.arange(ROWS)}), megabytes)
         read = self.reader.read_dense(made)
@@ -93,10 +93,10 @@ class Enginehouse:
         return time.perf_counter() - begun
 
     def large_batch(self, prompts: int, samples: int, tokens: int) -> dict[str, float]:
-        """One group answers prompts, this process makes advantages of the scores, the other group reads everything.
+        """Let one group answer prompts, compute advantages of the scores here, and let the other group read it all.
 
         Returns:
-            `seconds`, and `tokens` and `megabytes` that were made.
+            `seconds`, and the `tokens` and `megabytes` that were made.
         """
         asked = Batch(
             {
@@ -128,7 +128,7 @@ class Enginehouse:
 
 @contextlib.contextmanager
 def started(worker: type[Worker], workers: int, distributed: bool = False) -> Iterator[WorkerGroup]:
-    """A group with a pool of its own; both end with the block."""
+    """Start a group with its own pool; both end with the block."""
     pool = ResourcePool([workers])
     try:
         spec = WorkerSpec(worker).options(distributed=distributed)

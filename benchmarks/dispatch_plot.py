@@ -1,4 +1,4 @@
-"""Draws the no-op times of the dispatch benchmark. Runs in an environment with matplotlib; figures come as JSON."""
+"""Draws the no-op times of the dispatch benchmark. Runs in an environment with matplotlib, and gets figures as JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One side of the dispatch benchmark: a process of its own, told over a pipe what to measure next.
+"""One side of the dispatch benchmark: a separate process, which is told over a pipe what to measure next.
 
-This module is both ends of the pipe. The sides' ends run in Python environments of their own, so it imports nothing
-of enginehouse, and what only the benchmark's own end needs is imported there.
+This module is both ends of the pipe. The sides' ends run in separate Python environments, so it imports nothing of
+enginehouse. The functions of the benchmark's own end import what only they need.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 GOODBYE_SECONDS = 30.0
-"""How long a side gets to stop its Ray."""
+"""Seconds that a side gets to stop its Ray."""
 WAKING_CALLS = 3
-"""First calls of a turn, not counted: the side was paused, and Ray's processes see to what they missed."""
+"""First calls of a turn, which do not count: the side was paused, and Ray's processes catch up on what they missed."""
 
 
 class Side(Protocol):
-    """What answers at the other end: each command is a method, whose result is JSON."""
+    """The object at the other end: each command is a method with a JSON result."""
 
     def close(self) -> None:
         """End everything the side started."""
@@ -37,7 +37,7 @@ class Side(Protocol):
 def serve(side: Side) -> None:
     """Do what the lines on standard input say, `{"do": method, ...arguments}`, until it is closed.
 
-    Answers go to standard output, one line each; whatever else is printed goes to standard error.
+    Answers go to standard output, one per line; everything else that is printed goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -55,10 +55,10 @@ def serve(side: Side) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """How far a process's memory grew while it was watched, bytes over what it had before.
+    """The growth of a process's memory while it was watched, in bytes.
 
     Attributes:
-        own: resident memory that is not shared: Ray's object store does not count.
+        own: resident memory that is not shared; Ray's object store does not count.
         resident: all resident memory, that of the object store included.
     """
 
@@ -67,17 +67,17 @@ class Memory:
 
 
 class SideProcess:
-    """The benchmark's end: starts a side and asks it, one thing at a time.
+    """The benchmark's end: starts a side and asks it one thing at a time.
 
     Args:
         name: for messages.
         command: words of the command line.
         log: file that gets what the side prints.
-        cwd: where it runs.
-        env: its environment.
+        cwd: working directory of the side.
+        env: environment variables of the side.
 
     Attributes:
-        memory: how far the side's own process grew in the last `ask` that watched it.
+        memory: growth of the side's own process in the last `ask` that watched it.
     """
 
     def __init__(self, name: str, command: Sequence[object], log: Path, *, cwd: Path, env: Mapping[str, str]):
@@ -85,7 +85,7 @@ class SideProcess:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
-            # a session of its own: Ctrl-C reaches the benchmark alone, which then ends its sides in order
+            # a separate session, because Ctrl-C is only for the benchmark, which then ends its sides in order
             self._process = subprocess.Popen(
                 [str(word) for word in command], cwd=cwd, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=output, start_new_session=True,
@@ -99,12 +99,12 @@ class SideProcess:
 
         Args:
             do: the method.
-            timeout: seconds it may take.
-            watch: sample the process's memory every so many seconds meanwhile; `memory` then holds the growth.
-            arguments: of the method.
+            timeout: maximum seconds.
+            watch: seconds between two looks at the process's memory meanwhile; `memory` then holds the growth.
+            arguments: arguments of the method.
 
         Raises:
-            RuntimeError: it failed, ended, or took too long; with what it printed last.
+            RuntimeError: it failed, ended, or took too long; the message has the last lines that it printed.
         """
         assert self._process.stdin is not None
         self.resume()
@@ -147,18 +147,18 @@ class SideProcess:
         return RuntimeError(f"{self.name}: {do}: {what}\n{last}\n(all of it: {self._log})")
 
     def pause(self) -> None:
-        """Stop the side and its Ray where they are, until the next `ask`: a worker that waits is not quite idle."""
+        """Stop the side and its Ray until the next `ask`, because even a waiting worker is not quite idle."""
         if not self._paused:
             self._paused = self._family()
             _send(signal.SIGSTOP, self._paused)
 
     def resume(self) -> None:
-        """Let what was paused go on."""
+        """Let paused processes continue."""
         _send(signal.SIGCONT, self._paused)
         self._paused = []
 
     def _family(self) -> list[Any]:
-        """The side's process and all below it: Ray's processes and the workers."""
+        """Return the side's process and all processes below it: Ray's processes and the workers."""
         import psutil
 
         with contextlib.suppress(psutil.Error):
@@ -167,7 +167,7 @@ class SideProcess:
         return []
 
     def close(self) -> None:
-        """Let the side end its Ray and itself; kill what is left of both. May be called again."""
+        """Let the side end its Ray and itself, and kill what is left of both. May be called again."""
         import psutil
 
         assert self._process.stdin is not None
@@ -193,7 +193,7 @@ class SideProcess:
 
 
 def _send(number: int, processes: Sequence[Any]) -> None:
-    """Send a signal to those of the processes that are still there."""
+    """Send a signal to those processes that still exist."""
     import psutil
 
     for process in processes:
@@ -202,7 +202,7 @@ def _send(number: int, processes: Sequence[Any]) -> None:
 
 
 class _Watch:
-    """The memory of a process, looked at from outside: what copies under the interpreter lock is seen, too."""
+    """Watches a process's memory from outside, so that copies made under the interpreter lock are seen too."""
 
     def __init__(self, pid: int):
         self._pid = pid
@@ -219,7 +219,7 @@ class _Watch:
 
 
 def own_and_resident(pid: int) -> tuple[int, int]:
-    """Resident bytes of a process: those that it shares with nobody, and all."""
+    """Return the resident bytes of a process: those that it shares with no other, and all."""
     import psutil
 
     memory = psutil.Process(pid).memory_info()

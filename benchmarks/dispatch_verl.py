@@ -1,7 +1,7 @@
 """The dispatch benchmark with verl's single controller: `RayWorkerGroup` and `DataProto`. Runs in verl's environment.
 
-It stands alone: nothing of enginehouse is imported. verl is installed without its dependencies, and of these only what
-its single controller imports, in the versions verl asks for; see `VERL` in `benchmarks.dispatch`.
+It imports nothing of enginehouse. verl is installed without its dependencies, except those that its single controller
+imports, in the versions that verl asks for; see `VERL` in `benchmarks.dispatch`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
 @ray.remote
 class Echo(Worker):
-    """What a worker is on this side."""
+    """A worker on this side."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def noop(self) -> None:
@@ -56,7 +56,7 @@ class Verl:
         self.data: Any = None
 
     def start_group(self, workers: int) -> None:
-        """Work with so many workers: the first ones of those there are, or a new group of that size."""
+        """Use `workers` workers: the first of those that exist, or a new group of that size."""
         if self.whole is None or workers > self.whole.world_size:
             self.stop_group()
             pool = RayResourcePool([workers], use_gpu=False, max_colocate_count=1)
@@ -67,7 +67,7 @@ class Verl:
         self.group.noop()
 
     def keep_workers(self, workers: int) -> None:
-        """End all workers but the first ones."""
+        """End all workers except the first ones."""
         for worker in self.whole.workers[workers:]:
             ray.kill(worker)
 
@@ -77,7 +77,7 @@ class Verl:
             self.whole = self.group = None
 
     def noop(self, calls: int) -> list[float]:
-        """Seconds of each of so many calls of an empty method on every worker."""
+        """Return the seconds of each of `calls` calls of an empty method on every worker."""
         group = self.group
         seconds = []
         for _ in range(calls):
@@ -87,17 +87,17 @@ class Verl:
         return seconds
 
     def load(self, megabytes: float) -> None:
-        """Hold data of so many million bytes; 0 lets go of it."""
+        """Hold `megabytes` million bytes of data; 0 releases them."""
         self.data = None
         if megabytes:
             made = columns(megabytes)
             self.data = DataProto.from_dict({name: torch.from_numpy(array) for name, array in made.items()})
 
     def roundtrip(self, serialization: str = "") -> float:
-        """Seconds from a `DataProto` of this process to the same data in a new one.
+        """Return the seconds from a `DataProto` of this process to the same data in a new one.
 
         Args:
-            serialization: value of verl's `VERL_DATAPROTO_SERIALIZATION_METHOD`; empty is its default.
+            serialization: value of verl's `VERL_DATAPROTO_SERIALIZATION_METHOD`; empty: verl's default.
         """
         if os.environ.get(SERIALIZATION, "") != serialization:
             os.environ[SERIALIZATION] = serialization

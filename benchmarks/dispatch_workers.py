@@ -1,4 +1,4 @@
-"""Workers of the dispatch benchmark's enginehouse side. Importing this imports no torch."""
+"""Workers of the dispatch benchmark's enginehouse side. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Echo(Worker):
-    """Answers, or gives back what it got."""
+    """Answers, or returns what it got."""
 
     @register
     def noop(self) -> None:
@@ -43,20 +43,21 @@ class Maker(Worker):
 
     @register("dp")
     def make(self, rows: Batch, megabytes: float) -> Batch:
-        """Dense columns of so many million bytes over all shards together, and each row's sum of ids."""
+        """Return dense columns of `megabytes` million bytes over all shards, and each row's sum of ids."""
         from enginehouse.data import Batch
 
-        # its share of the rows, as wide as the rows of the whole
+        # the shard's part of the rows, with rows as wide as those of the whole batch
         made = columns(megabytes * len(rows) / ROWS, len(rows))
         return Batch({**made, "ids_sum": made["input_ids"].sum(1, dtype=np.int64)})
 
     @register("dp")
     def respond(self, prompts: Batch, samples: int, tokens: int) -> Batch:
-        """Make up `samples` responses to each prompt: `tokens` tokens on average, half to one and a half times that.
+        """Make up `samples` responses per prompt, of `tokens` tokens on average, and half to one and a half times that.
 
         Returns:
-            `response_ids` (ragged int32), `logprobs` (ragged float32), and of one number a row: `prompt` (int64, the
-            prompt's number), `score` (float32) and `ids_sum` (int64), by which a reader shows that it read the row.
+            `response_ids` (ragged int32), `logprobs` (ragged float32), and with one number per row: `prompt` (int64,
+            the prompt's number), `score` (float32) and `ids_sum` (int64), with which a reader shows that it read the
+            row.
         """
         import torch
 
@@ -80,7 +81,7 @@ class Maker(Worker):
 
 
 class Reader(Worker):
-    """Reads all it gets and returns a number a row."""
+    """Reads everything it gets, and returns a number per row."""
 
     @register("dp")
     def read_dense(self, batch: Batch) -> Batch:
@@ -100,5 +101,5 @@ class Reader(Worker):
 
 
 def row_sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Sum of each row of a ragged column without empty rows, in int64 or float32."""
+    """Return the sum of each row of a ragged column without empty rows, in int64 or float32."""
     return np.add.reduceat(values, offsets[:-1], dtype=np.int64 if values.dtype.kind == "i" else np.float32)

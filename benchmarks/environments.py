@@ -1,4 +1,4 @@
-"""Python environments of a benchmark's own: made once under `.venvs/`, keyed by what they hold."""
+"""Separate Python environments of benchmarks: made once under `.venvs/`, with names made of their contents."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = ()) -> Path:
-    """Return the Python of the environment `name`, making it first if it does not stand.
+    """Return the Python of the environment `name`, and make the environment first if it is not there.
 
     Args:
-        name: what it is for; the first part of its directory's name.
+        name: purpose of the environment; the first part of its directory's name.
         installs: arguments of `pip install`, one call each, in order. All are constrained by `constraints.txt`.
-        keyed_by: files whose contents the environment depends on besides `installs` and the constraints.
+        keyed_by: files on whose contents the environment depends, besides `installs` and the constraints.
 
     Raises:
-        subprocess.CalledProcessError: an install failed; `install.log` says how, and a later call begins anew.
+        subprocess.CalledProcessError: an install failed; `install.log` says how, and a later call starts over.
     """
     key = hashlib.sha256(repr((sys.version_info[:2], installs)).encode())
     for file in (CONSTRAINTS, *keyed_by):
@@ -52,7 +52,7 @@ def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = 
 
 
 def checkout() -> Path:
-    """Return the Python of an environment with this checkout's core, trainer and torch plugin, as `environment`."""
+    """Return the Python of an environment with this checkout's core, trainer and torch plugin; see `environment`."""
     folders = ("core", *(f"plugins/{name}" for name in ("rewards", "rl", "recipes", "torch")))
     installed = [word for folder in folders for word in ("-e", folder)]
     manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
@@ -60,7 +60,7 @@ def checkout() -> Path:
 
 
 def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
-    """Return what a backend's workers run under, making its runtime first if it has one that does not stand.
+    """Return the interpreter of a backend's workers, and make its runtime first if it needs one that is not there.
 
     Args:
         record: the backend.
@@ -68,7 +68,7 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
         device: torch device type.
 
     Raises:
-        RuntimeProblem: what is wanted cannot be used; `MakingError` where the runtime could not be made.
+        RuntimeProblem: the runtime cannot be used; `MakingError` if it could not be made.
     """
     from enginehouse.runtimes import NoRuntime, choose_runtime, make_recipe, make_runtime
 
@@ -83,17 +83,17 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
 
 
 def plotting() -> Path:
-    """Return the Python of an environment with matplotlib, as `environment`."""
+    """Return the Python of an environment with matplotlib; see `environment`."""
     return environment("plot", ["matplotlib"])
 
 
 def draw(python: Path, module: str, **given: Any) -> None:
-    """Run a module that draws, under what `plotting` returned, with plain data."""
+    """Run a module that draws under the Python that `plotting` returned, with plain data."""
     subprocess.run([python, "-m", module], input=json.dumps(given), text=True, check=True, cwd=ROOT)
 
 
 def versions(python: Path, *distributions: str) -> dict[str, str]:
-    """Versions of installed distributions in the environment of `python`."""
+    """Return the versions of installed distributions in the environment of `python`."""
     program = "import sys, importlib.metadata as m; print('\\n'.join(m.version(d) for d in sys.argv[1:]))"
     output = subprocess.run(
         [str(python), "-c", program, *distributions], check=True, capture_output=True, text=True

@@ -1,8 +1,8 @@
-"""Thousands of episodes of many turns at once, with tools that take their time, against the same loop by hand.
+"""Thousands of episodes of many turns at once, with slow tools, against the same loop written by hand.
 
-Each side is a process of its own with an engine of its own; they take turns, and the one whose turn it is not is
-stopped. Ours are players on the controller's event loop and a replica over Ray, as in a run; theirs is a page of
-asyncio on vLLM's asynchronous engine. Greedy episodes of both must be the same, token for token.
+Each side is a separate process with its own engine. They take turns, and the waiting side is stopped. Our side has
+players on the controller's event loop and a replica over Ray, as in a run. The other side is a page of asyncio on
+vLLM's asynchronous engine. Greedy episodes of both must be the same, token for token.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ def measure(
     runtime: str = "auto",
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Let the two sides take turns for `rounds` rounds, after one that is not counted.
+    """Let the two sides take turns for `rounds` rounds, after one round that does not count.
 
     Args:
-        episodes: of a round, all begun at once.
-        turns: of each; between two of them the tool is asked.
+        episodes: episodes of a round, which all begin at once.
+        turns: turns of each episode; between two of them the tool is asked.
         rounds: turns of each side.
-        sleep: the longest that the tool takes, seconds.
-        parameters: of the model, about.
-        samples: episodes of a task, which begin alike.
+        sleep: longest time that the tool takes, in seconds.
+        parameters: approximate number of the model's parameters.
+        samples: episodes of a task, which begin in the same way.
         max_running: completions that the engine generates at once.
         prompt_tokens: tokens of a task's prompt.
-        max_tokens: tokens of each turn's answer; none ends earlier.
-        result_tokens: tokens of what the tool answers.
-        runtime: what the engines run under, as `engine.runtime` in a config.
+        max_tokens: tokens of each turn's answer; no answer ends earlier.
+        result_tokens: tokens of the tool's answer.
+        runtime: runtime of the engines, as `engine.runtime` in a config.
         device: `"cpu"` or `"cuda"`.
 
     Returns:
         `metrics` and `sides`; see `figures`.
 
     Raises:
-        ValueError: episodes that are no whole groups.
-        RuntimeError: a side failed, the two do not generate the same, or not all episodes were under way at once.
+        ValueError: the episodes do not make whole groups.
+        RuntimeError: a side failed, the two generate different tokens, or not all episodes were in progress at once.
     """
     if episodes % samples:
         raise ValueError(f"episodes={episodes} samples={samples}: tasks have {samples} episodes each")
@@ -118,7 +118,7 @@ def measure(
 
 
 def play(side: SideProcess, seed: int) -> tuple[dict[str, float], dict[str, int]]:
-    """A turn of a side: what it took, and the memory that is in use after it."""
+    """Let a side play a turn; return its figures, and the memory in use after it."""
     took, left = side.ask("run", timeout=TURN_SECONDS, seed=seed), side.ask("memory", timeout=TURN_SECONDS)
     side.pause()
     return took, left
@@ -130,21 +130,21 @@ def figures(
     sleeps: float,
     episodes: int,
 ) -> dict[str, Any]:
-    """The metrics, and the table's lines.
+    """Return the metrics, and the table's lines.
 
-    Metrics, medians over rounds: `vs_bare`, tokens a second of ours by those of the loop by hand, in the same round;
-    `overhead`, by what share a round of ours takes longer than what it cannot do without, the CPU time of the engine's
-    own process or the longest that an episode sleeps, whichever is more; `engine_idle`, the share of a round in which
-    that process had nothing to do, which others on the machine change least; `.../bare`, the same of the loop by hand,
-    whose last episodes leave the engine with little to do, too. And `growth_mb/PART`, by how many million bytes the
-    memory of a part of ours grew for every 1,000 episodes, from after the round that is not counted to the end; `bare`
-    is the other side's process, which has vLLM's part in it as `replica` has.
+    Metrics are medians over rounds. `vs_bare` is our tokens per second by those of the hand-written loop, in the same
+    round. `overhead` is the fraction by which a round of ours exceeds what it needs at least: the CPU time of the
+    engine's own process, or the longest sleep of an episode, whichever is more. `engine_idle` is the fraction of a
+    round in which that process had nothing to do, which other programs on the machine change least. `.../bare` is the
+    same of the hand-written loop, whose last episodes leave the engine with little to do, too. `growth_mb/PART` is the
+    growth in million bytes of the memory of a part of ours per 1,000 episodes, from after the uncounted round to the
+    end; `bare` is the other side's process, which contains vLLM's part as `replica` does.
 
     Args:
-        turns: what each counted round took, by side.
-        memory: bytes in use after each round, that which is not counted too, by side and part.
-        sleeps: the longest that an episode sleeps in all, seconds.
-        episodes: of a round.
+        turns: figures of each counted round, by side.
+        memory: bytes in use after each round, the uncounted one included, by side and part.
+        sleeps: longest total sleep of an episode, in seconds.
+        episodes: episodes of a round.
     """
     pairs = list(zip(turns["enginehouse"], turns["bare"], strict=True))
     ratios = [speed(dict(ours)) / speed(dict(bare)) for ours, bare in pairs]
@@ -174,17 +174,17 @@ def figures(
 
 
 def overhead(turn: Mapping[str, float], sleeps: float) -> float:
-    """By what share a round took longer than its engine and its sleeps."""
+    """Return the fraction by which a round took longer than its engine and its sleeps."""
     return turn["seconds"] / max(turn["engine_cpu_seconds"], sleeps) - 1
 
 
 def engine_idle(turn: Mapping[str, float]) -> float:
-    """The share of a round in which the engine had nothing to do."""
+    """Return the fraction of a round in which the engine had nothing to do."""
     return 1 - (turn["engine_cpu_seconds"] + turn["engine_waited_seconds"]) / turn["seconds"]
 
 
 def row(turns: Sequence[Mapping[str, float]], memory: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """A side's line in the table."""
+    """Return a side's line in the table."""
     speeds = [speed(dict(turn)) for turn in turns]
     parts = [name for name in turns[0] if name.endswith("_seconds")]
     return {

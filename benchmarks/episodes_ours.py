@@ -1,6 +1,6 @@
 """The same episodes as a run plays them: players on the controller's event loop, a fleet of one replica over Ray.
 
-Started by `episodes` in the environment of the benchmark; the replica runs under its engine's interpreter.
+`episodes` starts it in the benchmark's environment; the replica runs under its engine's interpreter.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from enginehouse_rl.episodes.scored_group import collect_rows
 
 TIMEOUT_SECONDS = 600.0
 NO_LOOKS_SECONDS = 3600.0
-"""Between looks at the replica's health: it is stopped while the other side has its turn, and seems ill then."""
+"""Seconds between checks of the replica's health: it is stopped during the other side's turns, and would seem ill."""
 
 
 class UsesTool:
     """An environment whose episodes call the tool between turns.
 
     Attributes:
-        most: so many episodes were under way at once.
+        most: largest number of episodes that were in progress at once.
     """
 
     def __init__(self, task: dict[str, Any]):
@@ -67,18 +67,14 @@ class UsesTool:
 
 
 class Ours:
-    """A fleet, and what a run plays episodes with.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """A fleet, and the objects with which a run plays episodes; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task, self._open = task, ExitStack()
         self._environment = UsesTool(task)
 
     def start(self) -> dict[str, str]:
-        """Start Ray and the replica; what runs there."""
+        """Start Ray and the replica; return a description of the engine."""
         task, stack = self._task, self._open
         options = {name: task[name] for name in ("max_running", "max_model_tokens", "kv_cache_mib", "native")}
         worker = WorkerSpec(RolloutWorker, "vllm", ModelSpec(task["model"]), options)
@@ -94,12 +90,12 @@ class Ours:
         return {"engine": engine}
 
     def greedy(self, tasks: int) -> list[list[int]]:
-        """The tokens of the first tasks' episodes, drawn greedily."""
+        """Return the tokens of the first tasks' episodes, sampled greedily."""
         rows = self._rows(tasks, 0.0, 0)["input_ids"]
         return [rows[number].tolist() for number in range(len(rows))]
 
     def run(self, seed: int) -> dict[str, float]:
-        """Play all episodes at once; what it took."""
+        """Play all episodes at once; return the figures."""
         task, (replica,) = self._task, self._fleet.pids
         engine, worker, own = wanted_seconds_below(replica), cpu_seconds(replica), cpu_seconds(os.getpid())
         self._environment.most = 0
@@ -118,7 +114,7 @@ class Ours:
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes with nothing under way: of this process's own, of the replica's, and in Ray's object store."""
+        """Return the bytes in use while nothing is in progress: this process's, the replica's, and in Ray's store."""
         gc.collect()
         (replica,) = self._fleet.pids
         return {
@@ -128,7 +124,7 @@ class Ours:
         }
 
     def _rows(self, tasks: int, temperature: float, seed: int) -> Any:
-        """Play the first tasks, all at once; their episodes as the batch that a step takes."""
+        """Play the first tasks at once; return their episodes as the batch of a step."""
         task = self._task
         sampling = SamplingParams(task["max_tokens"], task["samples"], temperature, ignore_eos=True)
 
@@ -154,7 +150,7 @@ async def scored_by_nobody(rows: Sequence[Any]) -> Sequence[Scored]:
 
 
 def object_store_bytes() -> int:
-    """How much of Ray's object store is in use."""
+    """Return the bytes of Ray's object store that are in use."""
     import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 

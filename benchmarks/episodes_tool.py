@@ -1,7 +1,7 @@
-"""What both sides of the benchmark `episodes` play with: prompts, and a tool whose answers take their time.
+"""Prompts and the tool of both sides of the benchmark `episodes`. The tool's answers take time.
 
-All of it depends on the number of the episode, or of its task, and of the turn alone. The sides run in Python
-environments of their own, so this imports nothing.
+Everything depends only on the number of the episode, or of its task, and of the turn. The sides run in separate Python
+environments, so this module imports nothing of enginehouse.
 """
 
 from __future__ import annotations
@@ -10,35 +10,31 @@ import random
 from typing import Any
 
 FIRST_TOKEN, LAST_TOKEN = 10, 8000
-"""Of the model's vocabulary: what prompts and answers of the tool are made of."""
+"""Range of the model's token ids from which prompts and the tool's answers are made."""
 
 
 class Tool:
-    """A tool that sleeps.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """A tool that sleeps; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._longest, self._tokens = float(task["sleep"]), int(task["result_tokens"])
 
     def seconds(self, episode: int, turn: int) -> float:
-        """How long it takes to answer after a turn: from 0 to the longest, evenly."""
+        """Return the time to answer after a turn, evenly distributed from 0 to the longest."""
         return random.Random(f"sleep {episode} {turn}").uniform(0.0, self._longest)
 
     def answer(self, episode: int, turn: int) -> list[int]:
-        """What it answers, as token ids."""
+        """Return the tool's answer as token ids."""
         return _tokens(f"answer {episode} {turn}", self._tokens)
 
 
 def prompt(number: int, tokens: int) -> list[int]:
-    """The prompt of a task."""
+    """Return the prompt of a task."""
     return _tokens(f"prompt {number}", tokens)
 
 
 def longest_sleep(task: dict[str, Any]) -> float:
-    """Seconds that the episode whose tool takes longest, in all, waits for it."""
+    """Return the total seconds that the episode with the slowest tool waits for it."""
     tool, turns = Tool(task), range(task["turns"] - 1)
     return max(sum(tool.seconds(episode, turn) for turn in turns) for episode in range(task["episodes"]))
 

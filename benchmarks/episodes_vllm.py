@@ -1,7 +1,6 @@
-"""Episodes of many turns as by who writes the loop by hand, on vLLM's asynchronous engine. Nothing here is of
-enginehouse.
+"""Episodes of many turns on vLLM's asynchronous engine, as a user would write the loop, without enginehouse.
 
-Started by `episodes` under the runtime's interpreter, with the same environment variables as the other side.
+`episodes` starts it under the runtime's interpreter, with the same environment variables as the other side.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from benchmarks.rollout_engine_vllm import launch
 
 
 class Bare:
-    """vLLM's engine, and a loop of episodes on it.
-
-    Args:
-        task: see `episodes.measure`.
-    """
+    """vLLM's engine, and a loop of episodes on it; for `task` see `episodes.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task, self._tool = task, Tool(task)
@@ -36,17 +31,17 @@ class Bare:
         self._under_way = self._most = 0
 
     def start(self) -> dict[str, str]:
-        """Start the engine; what runs here."""
-        # chunks: a request with a seed whose prompt is taken in parts ends vLLM 0.32 on a CPU
+        """Start the engine; return its description."""
+        # no chunks: a seeded request whose prompt is taken in parts ends vLLM 0.32 on a CPU
         self._llm, engine = launch(self._loop, self._task, enable_chunked_prefill=False)
         return {"engine": engine}
 
     def greedy(self, tasks: int) -> list[list[int]]:
-        """The tokens of the first tasks' episodes, drawn greedily."""
+        """Return the tokens of the first tasks' episodes, sampled greedily."""
         return [tokens for tokens, _, _ in self._loop.run_until_complete(self._all(tasks, 0.0, 0))]
 
     def run(self, seed: int) -> dict[str, float]:
-        """Play all episodes at once; what it took."""
+        """Play all episodes at once; return the figures."""
         task = self._task
         engine, own = wanted_seconds_below(os.getpid()), cpu_seconds(os.getpid())
         self._most = 0
@@ -64,7 +59,7 @@ class Bare:
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes that are this process's own, with nothing under way."""
+        """Return the bytes that only this process uses while nothing is in progress."""
         gc.collect()
         return {"controller": own_and_resident(os.getpid())[0]}
 
@@ -77,7 +72,7 @@ class Bare:
     async def _episode(
         self, number: int, of_task: int, temperature: float, seed: int
     ) -> tuple[list[int], list[bool], list[float]]:
-        """An episode's tokens, which of them were drawn, and their logprobs."""
+        """Return an episode's tokens, a mask of those that were sampled, and their logprobs."""
         self._under_way += 1
         self._most = max(self._most, self._under_way)
         turns = self._task["turns"]
@@ -98,7 +93,7 @@ class Bare:
         return tokens, mask, logprobs
 
     async def _draw(self, tokens: list[int], temperature: float, seed: int) -> tuple[list[int], list[float]]:
-        """Token ids and their logprobs."""
+        """Return token ids and their logprobs."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

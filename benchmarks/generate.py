@@ -1,9 +1,9 @@
 """CPU time of the torch rollout engine against `transformers.generate`, on the quickstart's batch.
 
-32 prompts of 8 tokens, 8 samples each, 7 new tokens, temperature 1, one thread. Both sides run in this process and
-take turns; their seconds are process CPU time, which other programs on the machine disturb least. The engine's include
-its event loop, its decode thread and the logprobs it returns, which `transformers.generate` does not compute.
-`transformers.generate` is tried in each way that could be its fastest; the one with the least median counts.
+32 prompts of 8 tokens, 8 samples each, 7 new tokens, temperature 1, one thread. Both sides run in this process and take
+turns. Their seconds are process CPU time, which other programs on the machine disturb least. The engine's seconds
+include its event loop, its decode thread and the logprobs that it returns; `transformers.generate` computes none.
+`transformers.generate` is tried in each way that could be its fastest; the way with the smallest median counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(rounds: int = 40, warm_up: int = 5) -> dict[str, Any]:
 
     Args:
         rounds: turns of every side.
-        warm_up: turns before them that do not count.
+        warm_up: turns before them, which do not count.
 
     Returns:
         `metrics` with `generate_vs_transformers` (median over rounds of transformers' CPU seconds by the engine's),
@@ -97,7 +97,7 @@ async def _measure(rounds: int, warm_up: int) -> dict[str, Any]:
 
 
 def _model() -> PreTrainedModel:
-    """The quickstart's shape with random weights: 100,480 parameters."""
+    """Return a model of the quickstart's shape with random weights: 100,480 parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(

@@ -1,9 +1,9 @@
 """GRPO end to end: enginehouse, controller and Ray included, against TRL's `GRPOTrainer`, on the quickstart.
 
-The same model, warmed up once, task, prompts a step, group size, new tokens and optimizer steps; each program in a
-Python environment of its own, with the same torch, in the ways of using two cores that are worth trying: the best one
-counts. The sides take turns, and their models are judged by one sampler on the held-out prompts. A hand-written loop
-stands beside them as the floor. `size=medium` is a size where engines and not calls decide (`benchmarks.words_task`).
+All sides have the same model, warmed up once, and the same task, prompts per step, group size, new tokens and optimizer
+steps. Each program runs in a separate Python environment with the same torch, and in each way of using two cores that
+is worth trying; its best way counts. The sides take turns, and one sampler judges their models on the held-out prompts.
+A hand-written loop is the floor. At `size=medium` the engines decide and not the calls (`benchmarks.words_task`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ WORK = ROOT / "benchmarks" / "out" / "grpo"
 
 @dataclass(frozen=True)
 class Size:
-    """What a run is of.
+    """The size of a run.
 
     Attributes:
-        prompts: prompts of a step, with 8 samples each.
-        new_tokens: most tokens of a response.
-        reward: `FILE:FUNCTION`.
-        overrides: of the quickstart's config, where it is for another size.
-        untimed: first steps of a run that are not timed.
-        steps: optimizer steps of a run, unless told otherwise.
+        prompts: prompts per step, with 8 samples each.
+        new_tokens: maximum tokens of a response.
+        reward: reward function, `FILE:FUNCTION`.
+        overrides: overrides of the quickstart's config for this size.
+        untimed: number of first steps that are not timed.
+        steps: optimizer steps of a run, unless given.
     """
 
     prompts: int
@@ -75,7 +75,7 @@ SIZES = {
 
 LOOP = "hand-written loop"
 AHEAD = "enginehouse staleness 1"
-"""A program of its own: its samples are older, so it is not compared as ours."""
+"""A separate program: its samples are older, so it does not stand for enginehouse in the comparison."""
 
 
 def measure(
@@ -90,23 +90,23 @@ def measure(
 
     Args:
         rounds: runs of each side; round `i` uses seed `seed + i`.
-        steps: optimizer steps of a run; 0: as many as the size has.
+        steps: optimizer steps of a run; 0: the size's own number.
         seed: seed of task, first weights and warm-up.
-        own_environment: make a Python environment for enginehouse; otherwise the running one is used.
-        generate: also run `benchmarks.generate`.
+        own_environment: True to make a Python environment for enginehouse; otherwise the running one is used.
+        generate: True to run `benchmarks.generate` too.
         size: `"small"`, the quickstart, or `"medium"`.
 
     Returns:
         `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_trl`, `generate_vs_transformers`,
-        `controller_share` (share of our step spent in neither engine), `step_vs_handwritten` (our step's seconds by
-        those of the loop), `steps_per_second_vs_trl_staleness_1` (with generation beside training), and steps a second
-        and final reward by program.
-        Of `size="medium"` there is no reward to judge, and instead of `generate_vs_transformers` there is
-        `generation_vs_products`: our generation's seconds by those of its matrix products alone on two threads.
+        `controller_share` (fraction of our step spent in neither engine), `step_vs_handwritten` (our step's seconds by
+        those of the loop), `steps_per_second_vs_trl_staleness_1` (with generation beside training), and steps per
+        second and final reward by program. `size="medium"` has no reward to judge. Instead of
+        `generate_vs_transformers` it has `generation_vs_products`: our generation's seconds by those of its matrix
+        products on two threads.
 
     Raises:
-        ValueError: an unknown size, or too few steps to time any.
-        RuntimeError: a side failed; with what it printed last.
+        ValueError: the size is unknown, or there are too few steps to time any.
+        RuntimeError: a side failed; the message has the last lines that it printed.
     """
     if size not in SIZES:
         raise ValueError(f"size={size}: one of {', '.join(SIZES)}")
@@ -140,7 +140,7 @@ def measure(
 
 
 def prepare_words(seed: int) -> Path:
-    """Make the medium size's task; returns the model's directory."""
+    """Make the medium size's task; return the model's directory."""
     from benchmarks.words_task import make
 
     shutil.rmtree(WORK, ignore_errors=True)
@@ -148,7 +148,7 @@ def prepare_words(seed: int) -> Path:
 
 
 def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZES["small"]) -> dict[str, Side]:
-    """The sides, by name, in the order of the first round."""
+    """Return the sides by name, in the order of the first round."""
     task = WORK / "task"
 
     def enginehouse(*overrides: str, program: str = "enginehouse") -> Side:
@@ -181,14 +181,14 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZ
 
 
 def generation_ratio() -> float:
-    """CPU seconds of `transformers.generate` by those of the rollout engine, on one batch."""
+    """Return the CPU seconds of `transformers.generate` by those of the rollout engine, on one batch."""
     from benchmarks.generate import measure as measure_generate
 
     return measure_generate()["metrics"]["generate_vs_transformers"]
 
 
 def generation_vs_products(sides: Mapping[str, Side], size: Size, model: Path) -> float:
-    """Seconds of our generation by those of its matrix products, of whichever side of ours generates fastest."""
+    """Return the seconds of our generation, on our side that generates fastest, by those of its matrix products."""
     from benchmarks.words_task import product_seconds
 
     outcomes = [outcome for side in sides.values() if side.program == "enginehouse" for outcome in side.outcomes]
@@ -197,7 +197,7 @@ def generation_vs_products(sides: Mapping[str, Side], size: Size, model: Path) -
 
 
 def figures(sides: Mapping[str, Side], rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The figures to keep of runs of these sides."""
+    """Return the figures to keep of runs of these sides."""
     ratios = {"steps_per_second_vs_trl": ("enginehouse", "TRL")}
     if any(side.program == AHEAD for side in sides.values()):
         ratios["steps_per_second_vs_trl_staleness_1"] = (AHEAD, "TRL")

@@ -1,7 +1,7 @@
 """The `torch` rollout engine with responses whose lengths have a heavy tail, whatever the model would say.
 
-How long the responses to a prompt are is drawn, by the request's seed, from a Pareto distribution: so the sides of a
-benchmark draw the same lengths. The engine's own work is as ever, a token at a time.
+A request's seed draws the lengths of its responses from a Pareto distribution, so that all sides of a benchmark have
+the same lengths. The engine's work is otherwise unchanged, a token at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SHORTEST_TOKENS, SHAPE = 4, 1.0
 
 
 class HeavyTailRolloutEngine(TorchRolloutEngine):
-    """See the module."""
+    """A `TorchRolloutEngine` that ends responses at drawn lengths."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """As the `torch` engine, but for when a response ends."""
+        """Generate as the `torch` engine does, except for the ends of responses."""
         sampling = request.sampling
         if sampling.max_tokens and sampling.seed is not None:
             tokens = min(drawn_tokens(sampling.seed), sampling.max_tokens)
@@ -30,11 +30,11 @@ class HeavyTailRolloutEngine(TorchRolloutEngine):
 
 
 def drawn_tokens(seed: int) -> int:
-    """How long the responses to a request of this seed are, in tokens."""
+    """Return the length, in tokens, of the responses to a request with this seed."""
     return int(SHORTEST_TOKENS * random.Random(seed).paretovariate(SHAPE))
 
 
 def in_order(response: str, **columns: object) -> float:
-    """A reward that responses of any length can have: the share of neighbours that do not descend."""
+    """Return a reward for responses of any length: the fraction of neighbouring characters that do not descend."""
     pairs = list(itertools.pairwise(response))
     return sum(left <= right for left, right in pairs) / max(len(pairs), 1)

@@ -1,4 +1,4 @@
-"""What a measurement ran on, and how busy it was: a figure without it means nothing."""
+"""The machine of a measurement, and how busy it was. Without this a figure means nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """Return the commit of the code that is measured, with a `+` where files differ from it; empty without git."""
+    """Return the commit of the measured code, with a `+` if files differ from it; empty without git."""
     hashed, differing = (
         subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
         for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
@@ -34,18 +34,19 @@ def commit() -> str:
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Cores that others keep busy, measured over `seconds` while this process does nothing."""
+    """Return the number of cores that others keep busy, measured for `seconds` while this process does nothing."""
     return psutil.cpu_percent(seconds) / 100 * (os.cpu_count() or 1)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used."""
+    """Return the CPU time that a process has used."""
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def wanted_seconds_below(pid: int) -> tuple[float, float]:
-    """What the main threads of the processes below a process have had of a core, and how long they waited for one, as
-    others had it; seconds of those that live. The rest of the time they had nothing to do."""
+    """Return the seconds that main threads of the living processes below a process have had a core, and the seconds
+    that
+    they waited for a core that others had. The rest of the time they had nothing to do."""
     found = [_schedule(child.pid) for child in psutil.Process(pid).children(recursive=True)]
     return sum(had for had, _ in found), sum(waited for _, waited in found)
 

@@ -1,4 +1,4 @@
-"""What a running program and the processes below it take: CPU seconds at each of its steps, and memory."""
+"""Measures the CPU seconds per step and the memory of a running program and the processes below it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import psutil
 
 
 class Meter:
-    """Looks at a program again and again: it is the `look` of `benchmarks.runs.execute`.
+    """Looks at a program again and again, as the `look` of `benchmarks.runs.execute`.
 
     Args:
-        marks: file to which the program writes a line as each of its steps ends.
-        every: least seconds between two looks.
-        memory_every: least seconds between two looks at memory.
+        marks: file to which the program writes a line at the end of each step.
+        every: minimum seconds between two looks.
+        memory_every: minimum seconds between two looks at memory.
 
     Attributes:
-        cpu_seconds: of all processes until the end of each step.
-        largest_bytes: most resident memory that one process ever had, by the system's own account.
-        all_bytes: most memory of all processes at one look; what they share is counted once.
+        cpu_seconds: CPU seconds of all processes until the end of each step.
+        largest_bytes: peak resident memory of a single process, as the system counts it.
+        all_bytes: largest memory of all processes at one look; shared memory is counted once.
     """
 
     def __init__(self, marks: Path, every: float = 0.2, memory_every: float = 1.0):
@@ -30,7 +30,7 @@ class Meter:
         self.largest_bytes = self.all_bytes = 0
 
     def __call__(self, pid: int) -> None:
-        """Look, if it is time."""
+        """Look if enough time has passed."""
         now = time.monotonic()
         if now - self._looked_at < self._every:
             return
@@ -51,7 +51,7 @@ class Meter:
                 )
 
     def cpu_seconds_a_step(self) -> float:
-        """CPU seconds of a step, in the mean of all but the first.
+        """Return the mean CPU seconds of a step, without the first.
 
         Raises:
             RuntimeError: fewer than two steps were seen.
@@ -62,14 +62,14 @@ class Meter:
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """CPU seconds of a process and of those of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have ended."""
     with suppress(psutil.Error):
         return float(sum(process.cpu_times()[:4]))
     return 0.0
 
 
 def _read_kib(pid: int, file: str, field: str) -> int:
-    """A field of KiB of a file of `/proc`, in bytes; 0 where the process has ended."""
+    """Return a field in KiB of a file in `/proc`, in bytes; 0 if the process has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
             if line.startswith(f"{field}:"):

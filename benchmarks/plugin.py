@@ -1,8 +1,8 @@
-"""What benchmarks add to a run, as a plugin (`benchmarks.runs.with_plugin`): where roles compute, and what it costs.
+"""A plugin that benchmarks add to a run (`benchmarks.runs.with_plugin`): it pins roles to cores and measures CPU time.
 
-`ENGINEHOUSE_BENCHMARKS_PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core, once they
-are up. Each step's metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as
-`cpu/controller`; and when the step began and ended, by `time.monotonic()`.
+`ENGINEHOUSE_BENCHMARKS_PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core once they are
+up. Each step's metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and `cpu/controller`, those of the
+program itself. They also have the times when the step began and ended, by `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def enginehouse_run_step(run, step):
 
 
 def pin(pid: int, core: int) -> None:
-    """Keep a process, with all the threads it has, on a core."""
+    """Keep a process with all its threads on a core."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), {core})
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """What processes computed so far."""
+    """Return the CPU seconds that processes have used so far."""
     import psutil
 
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)

@@ -1,8 +1,8 @@
 """PPO end to end: enginehouse, controller and Ray included, against TRL's `PPOTrainer`, on the quickstart.
 
-As `benchmarks.grpo`: the same model, warmed up once, task, prompts and samples a step, new tokens and optimizer steps,
-here with a critic that begins as the same model with a new head. TRL 1.12 is the last release with a `PPOTrainer`; what
-cannot be made the same stands in `trl_ppo.py`. A hand-written loop stands beside them as the floor.
+It is set up as `benchmarks.grpo`, with the same model, warmed up once, and the same task, prompts and samples per step,
+new tokens and optimizer steps. Its critic begins as the same model with a new head. TRL 1.12 is the last release with a
+`PPOTrainer`; `trl_ppo.py` says what cannot be made the same. A hand-written loop is the floor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PPO = (
     "critic.engine.backend=torch",
     "critic.engine.options={lr: 3.0e-3, weight_decay: 0.0, max_grad_norm: 1.0, warmup_steps: 5, schedule: linear}",
 )
-"""What makes PPO of the quickstart's config."""
+"""Overrides that turn the quickstart's config into PPO."""
 
 
 def measure(rounds: int = 3, steps: int = 250, seed: int = 0, own_environment: bool = True) -> dict[str, Any]:
@@ -44,15 +44,15 @@ def measure(rounds: int = 3, steps: int = 250, seed: int = 0, own_environment: b
         rounds: runs of each side; round `i` uses seed `seed + i`.
         steps: optimizer steps of a run.
         seed: seed of task, first weights and warm-up.
-        own_environment: make a Python environment for enginehouse; otherwise the running one is used.
+        own_environment: True to make a Python environment for enginehouse; otherwise the running one is used.
 
     Returns:
-        `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_peer`, `controller_share` (share of our step spent
-        in no engine), and steps a second and final reward by program.
+        `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_peer`, `controller_share` (fraction of our step
+        spent in no engine), and steps per second and final reward by program.
 
     Raises:
-        ValueError: too few steps to time any.
-        RuntimeError: a side failed; with what it printed last.
+        ValueError: there are too few steps to time any.
+        RuntimeError: a side failed; the message has the last lines that it printed.
     """
     if steps < 2 * WARM_UP_STEPS:
         raise ValueError(f"steps={steps}: the first {WARM_UP_STEPS} are not timed; at least twice as many are needed")
@@ -74,7 +74,7 @@ def measure(rounds: int = 3, steps: int = 250, seed: int = 0, own_environment: b
 
 
 def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Side]:
-    """The sides, by name, in the order of the first round."""
+    """Return the sides by name, in the order of the first round."""
 
     def enginehouse(*overrides: str) -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:

@@ -1,9 +1,9 @@
 """Generation alone: CPU seconds of the torch rollout engine against `transformers.generate`, on the sums' model.
 
-Both sides run in this process on one thread and take turns, as in `benchmarks.generate`. Two batches: 8 prompts of 8
-samples, 12 new tokens each, as the short runs of `benchmarks.real` have; and 16 rows of 12 to 512 tokens, most of them
-short. No response ends by itself. `transformers.generate` goes on until its longest row has ended, as it does for
-its users.
+Both sides run in this process on one thread and take turns, as in `benchmarks.generate`. There are two batches: 8
+prompts of 8 samples with 12 new tokens each, as in the short runs of `benchmarks.real`; and 16 rows of 12 to 512
+tokens, most of them short. No response ends by itself. `transformers.generate` continues until its longest row has
+ended, as it does for its users.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from enginehouse_torch.rollout import TorchRolloutEngine
 SHORT_TOKENS, PROMPTS, SAMPLES = 12, 8, 8
 MIXED_TOKENS = (12, 16, 20, 24, 28, 36, 44, 56, 68, 84, 104, 132, 172, 232, 340, 512)
 MIXED_ROUNDS = 2
-"""Most turns of the mixed batch, each of which takes minutes."""
+"""Maximum turns of the mixed batch, each of which takes minutes."""
 
 
 def compare_generation(model: Path, data: Path, rounds: int) -> dict[str, float]:
-    """Return `generation_vs_transformers` and `generation_vs_transformers_mixed`, and our tokens a CPU second.
+    """Return `generation_vs_transformers`, `generation_vs_transformers_mixed`, and our tokens per CPU second.
 
     Args:
         model: directory of a chat model.
-        data: lines of prompt, as messages.
+        data: file with a prompt, as messages, on each line.
         rounds: turns of each side on the short batch.
     """
     threads = torch.get_num_threads()
@@ -69,7 +69,7 @@ async def _compare(path: Path, data: Path, rounds: int) -> dict[str, float]:
 
 
 async def _time(generate: Callable[[], Awaitable[None]], rounds: int) -> float:
-    """CPU seconds of this process for one call: the median."""
+    """Return the median CPU seconds of this process for one call."""
     seconds = []
     for _ in range(rounds):
         begun = time.process_time()

@@ -1,10 +1,11 @@
-"""How soon the page of a long run opens in a browser, how large it is, and whom it asks.
+"""Measures how soon the page of a long run opens in a browser, how large it is, and which hosts it asks.
 
     make bench NAME=report
 
-A run of 2,000 steps with 100 metrics each and 50,000 samples with their tokens is written as runs write it, its page
-made, and opened in chromium without a window, several times, each in a browser that was just started. The page itself
-says when it is ready: the charts to be seen are drawn, and all rows of samples are in their table.
+It writes a run of 2,000 steps with 100 metrics each and 50,000 samples with their tokens, as runs write it. It makes
+the page and opens it in chromium without a window, several times, each in a new browser. The page itself says when it
+is
+ready: the visible charts are drawn, and all rows of samples are in their table.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ CONFIG = "model: {path: models/tiny}\ntrain: {steps: 2000}\n"
 def measure(
     steps: int = 2000, metrics: int = 100, samples: int = 50_000, files: int = 100, tokens: int = 120, rounds: int = 5
 ) -> dict[str, Any]:
-    """Write a run and its page, and open that.
+    """Write a run and its page, and open the page.
 
     Args:
-        steps: of the run.
-        metrics: of a step.
-        samples: rows in all.
-        files: the samples are spread over.
-        tokens: of a row.
-        rounds: browsers that open the page.
+        steps: steps of the run.
+        metrics: metrics of a step.
+        samples: number of rows in all files.
+        files: number of files of samples.
+        tokens: tokens of a row.
+        rounds: number of browsers that open the page.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
@@ -129,7 +130,7 @@ def make_run(path: Path, steps: int, metrics: int, samples: int, files: int, tok
 
 
 class Rows:
-    """Rows of samples, from a store of texts and figures: making each anew would take minutes."""
+    """Rows of samples from a store of texts and figures, because making each of them would take minutes."""
 
     def __init__(self, chance: random.Random, tokens: int, store: int = 500):
         self._chance = chance
@@ -147,7 +148,7 @@ class Rows:
         }
 
     def take(self, count: int) -> Iterator[dict[str, Any]]:
-        """So many rows."""
+        """Yield `count` rows."""
         for number in range(count):
             tokens = self._chance.choice(self._store)
             own = f"{self._chance.random():.12f}"

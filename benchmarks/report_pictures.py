@@ -1,8 +1,8 @@
-"""The pictures of plugins/report/README.md, of runs that are here.
+"""Makes the pictures of plugins/report/README.md from existing runs.
 
     python -m benchmarks.report_pictures RUN OTHER CHAT
 
-RUN and OTHER stand side by side in one of them; CHAT has samples of several turns.
+RUN and OTHER are side by side in one picture; CHAT has samples of several turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginehouse_report.page import write_report
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SETTLED_SECONDS = 1.0
 COLORS = 240
-"""A picture of fewer colours is a quarter of the size."""
+"""A picture with fewer colours is a quarter of the size."""
 SAMPLE = """
 samplesTable.kind.value = "0";
 samplesTable.select();
@@ -40,7 +40,7 @@ ADVANTAGE = """
 
 
 def main(run: str, other: str, chat: str) -> None:
-    """Write them all."""
+    """Make all pictures."""
     with tempfile.TemporaryDirectory() as folder, Chromium() as browser:
         one, two, turns = (Path(folder) / f"{name}.html" for name in ("one", "two", "turns"))
         write_report([Path(run)], one)
@@ -66,7 +66,7 @@ def main(run: str, other: str, chat: str) -> None:
 
 
 def _save(browser: Chromium, name: str) -> None:
-    """What is to be seen, as a small PNG."""
+    """Save the visible part as a small PNG."""
     with tempfile.NamedTemporaryFile(suffix=".png") as file:
         browser.photograph(Path(file.name))
         picture = Image.open(io.BytesIO(Path(file.name).read_bytes())).convert("RGB")

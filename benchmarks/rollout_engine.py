@@ -1,7 +1,7 @@
 """Rollout engines through a rollout worker, against the same engine called directly with the same requests.
 
-Each side is a process of its own under the runtime's interpreter, with an engine of its own; they take turns, and the
-one whose turn it is not is stopped. Greedy completions of both must be the same.
+Each side is a separate process under the runtime's interpreter, with its own engine. They take turns, and the waiting
+side is stopped. Greedy completions of both must be the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 WORK = ROOT / "benchmarks" / "out" / "rollout_engine"
 OURS = "benchmarks.rollout_engine_ours"
 BARE = {"vllm": "benchmarks.rollout_engine_vllm", "sglang": "benchmarks.rollout_engine_sglang"}
-"""Each engine called directly, by backend."""
+"""The module that calls each engine directly, by backend."""
 START_SECONDS = 600.0
 TURN_SECONDS = 600.0
 
@@ -39,25 +39,25 @@ def measure(
     runtime: str = "auto",
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Let the two sides take turns for `rounds` rounds, after one that is not counted.
+    """Let the two sides take turns for `rounds` rounds, after one round that does not count.
 
     Args:
-        backend: whose engine: a key of `BARE`.
+        backend: backend of the engine, a key of `BARE`.
         rounds: turns of each side.
-        parameters: of the model, about: the smaller, the more counts what is not the model.
+        parameters: approximate number of the model's parameters; the smaller, the more everything else counts.
         prompts: requests of a turn, all at once.
-        n: samples of each.
+        n: samples of each request.
         prompt_tokens: tokens of a prompt.
-        max_tokens: tokens of a sample; none ends earlier.
-        runtime: what the sides run under, as `engine.runtime` in a config.
+        max_tokens: tokens of a sample; no sample ends earlier.
+        runtime: runtime of both sides, as `engine.runtime` in a config.
         device: `"cpu"` or `"cuda"`.
 
     Returns:
-        `metrics` and `sides`. Metrics: `BACKEND_vs_bare`, generated tokens a second of ours by those of the engine
-        called directly, in the same round, median over rounds.
+        `metrics` and `sides`. Metrics: `BACKEND_vs_bare`, our generated tokens per second by those of the engine called
+        directly, in the same round, median over rounds.
 
     Raises:
-        RuntimeError: a side failed, or the two do not generate the same.
+        RuntimeError: a side failed, or the two generate different tokens.
     """
     from enginehouse.plugin import plugins
 
@@ -117,13 +117,13 @@ def take_turns(sides: dict[str, SideProcess], do: str, timeout: float, **argumen
 
 
 def native_arguments(backend: str, prompt_tokens: int) -> dict[str, Any]:
-    """Arguments of the engine itself, the same on both sides; `prompt_tokens` are those of all samples of a turn."""
-    # vllm 0.32 on a CPU dies where a prompt with a seed does not fit into a batch whole
+    """Return the engine's arguments of both sides; `prompt_tokens` is the sum over all samples of a turn."""
+    # vllm 0.32 on a CPU dies if a seeded prompt does not fit into a batch as a whole
     return {"max_num_batched_tokens": prompt_tokens} if backend == "vllm" else {}
 
 
 def environment_of(backend: str, given: Any, device: str) -> dict[str, str]:
-    """The environment of both sides: what the plugin sets, and the worker's path."""
+    """Return the environment variables of both sides: those that the plugin sets, and the worker's path."""
     ours: dict[str, str] = {}
     if backend == "vllm":
         from enginehouse_vllm.starting import CPU_ENVIRONMENT, ENVIRONMENT
@@ -138,12 +138,12 @@ def environment_of(backend: str, given: Any, device: str) -> dict[str, str]:
 
 
 def speed(turn: dict[str, float]) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     return turn["tokens"] / turn["seconds"]
 
 
 def rows(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The table's lines."""
+    """Return the table's lines."""
     return {
         name: {
             "tokens_per_second": statistics.median(map(speed, found)),

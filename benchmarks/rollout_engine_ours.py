@@ -1,6 +1,6 @@
 """The same requests through a rollout worker, as in a run: a batch of prompts in, a batch of samples out.
 
-Started by `rollout_engine` under the runtime's interpreter, with the same environment variables as the other side.
+`rollout_engine` starts it under the runtime's interpreter, with the same environment variables as the other side.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from benchmarks.dispatch_side import serve
 
 
 class Ours:
-    """A rollout worker without a controller.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """A rollout worker without a controller; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task
@@ -27,7 +23,7 @@ class Ours:
         self._worker: Any = None
 
     def start(self) -> dict[str, str]:
-        """Start the worker's engine; what runs here."""
+        """Start the worker's engine; return its description."""
         import torch
 
         from enginehouse.data import Batch, Ragged
@@ -40,19 +36,19 @@ class Ours:
         )
         options = {name: task[name] for name in ("max_running", "max_model_tokens", "kv_cache_mib", "native")}
         self._worker = RolloutWorker.__new__(RolloutWorker)
-        self._worker.context = ProcessContext("rollout", device=task["device"])  # as the controller does it
+        self._worker.context = ProcessContext("rollout", device=task["device"])  # as the controller sets it
         self._worker.__init__(task["backend"], ModelSpec(task["model"]), options)
         return {"engine": self._loop.run_until_complete(self._worker.launch())}
 
     def greedy(self) -> list[list[int]]:
-        """Greedy completions of the first prompts."""
+        """Return greedy completions of the first prompts."""
         samples = self._generate(self._prompts.slice(0, 4), 1, 0.0, 0)
         return [
             samples["input_ids"][row].tolist()[len(prompt) :] for row, prompt in enumerate(self._task["prompts"][:4])
         ]
 
     def run(self, seed: int) -> dict[str, float]:
-        """Answer all requests at once; seconds, and tokens generated."""
+        """Answer all requests at once; return seconds and generated tokens."""
         begun = time.perf_counter()
         samples = self._generate(self._prompts, self._task["n"], 1.0, seed)
         seconds = time.perf_counter() - begun

@@ -1,7 +1,7 @@
-"""SGLang called directly, as by who writes a rollout script for it by hand. Of enginehouse is only what a CPU takes.
+"""SGLang called directly, as a user would write a rollout script. Only its adaptation to a CPU is enginehouse's.
 
-Started by `rollout_engine` under the runtime's interpreter, with the same environment variables as the other side.
-Processes that SGLang starts import this module too, so that what a CPU takes reaches them.
+`rollout_engine` starts it under the runtime's interpreter, with the same environment variables as the other side.
+Processes that SGLang starts import this module too, so that the adaptation to a CPU reaches them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ if on_cpu.is_cpu(sys.argv[1:]):
 
 
 class Bare:
-    """SGLang's engine, and requests to it.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """SGLang's engine, and requests to it; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task
         self._engine: Any = None
 
     def start(self) -> dict[str, str]:
-        """Start the engine; what runs here."""
+        """Start the engine; return its description."""
         import sglang
 
         task = self._task
@@ -48,27 +44,27 @@ class Bare:
         return {"engine": f"sglang {sglang.__version__}"}
 
     def greedy(self) -> list[list[int]]:
-        """Greedy completions of the first prompts."""
+        """Return greedy completions of the first prompts."""
         return [tokens for tokens, _ in self._drawn(self._task["prompts"][:4], 1, 0.0, 0)]
 
     def run(self, seed: int) -> dict[str, float]:
-        """Answer all requests at once; seconds, and tokens generated."""
+        """Answer all requests at once; return seconds and generated tokens."""
         begun = time.perf_counter()
         found = self._drawn(self._task["prompts"], self._task["n"], 1.0, seed)
         seconds = time.perf_counter() - begun
         return {"seconds": seconds, "tokens": sum(len(tokens) for tokens, _ in found)}
 
     def _drawn(self, *request: Any) -> list[tuple[list[int], list[float]]]:
-        """What `_all` gives, on SGLang's own loop, which is quicker than asyncio's."""
+        """Return the result of `_all`, run on SGLang's own loop, which is quicker than asyncio's."""
         drawn: list[tuple[list[int], list[float]]] = self._engine.loop.run_until_complete(self._all(*request))
         return drawn
 
     async def _all(
         self, prompts: list[list[int]], n: int, temperature: float, seed: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and their logprobs, for each sample; all prompts at once, each with its samples.
+        """Return token ids and their logprobs for each sample. All prompts run at once, each with its samples.
 
-        One list of all samples of all prompts is slower (SGLang 0.5.23 on a CPU).
+        A single list of all samples of all prompts is slower (SGLang 0.5.23 on a CPU).
         """
         calls = [self._samples(prompt, n, temperature, seed * 1_000_003 + i * n) for i, prompt in enumerate(prompts)]
         return [sample for samples in await asyncio.gather(*calls) for sample in samples]
@@ -76,7 +72,7 @@ class Bare:
     async def _samples(
         self, prompt: list[int], n: int, temperature: float, seed: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Samples of a prompt, each a sequence of its own: SGLang has a seed for a sequence, none for each of `n`."""
+        """Return samples of a prompt, each a separate sequence, because SGLang has a seed per sequence, not per `n`."""
         sampling = [
             {
                 "max_new_tokens": self._task["max_tokens"], "temperature": temperature, "ignore_eos": True,

@@ -1,6 +1,6 @@
-"""vLLM called directly, as by who writes a rollout script for it by hand. Nothing here is of enginehouse.
+"""vLLM called directly, as a user would write a rollout script. It uses nothing of enginehouse.
 
-Started by `rollout_engine` under the runtime's interpreter, with the same environment variables as the other side.
+`rollout_engine` starts it under the runtime's interpreter, with the same environment variables as the other side.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from benchmarks.dispatch_side import serve
 
 
 def launch(loop: asyncio.AbstractEventLoop, task: dict[str, Any], **on_cpu: Any) -> tuple[Any, str]:
-    """Start vLLM's asynchronous engine on a loop; it, and its name and version.
+    """Start vLLM's asynchronous engine on a loop; return the engine, and its name and version.
 
     Args:
-        loop: where it lives.
+        loop: event loop of the engine.
         task: see `rollout_engine.measure`.
-        on_cpu: further arguments of the engine where there is no GPU.
+        on_cpu: additional arguments of the engine if there is no GPU.
     """
     import vllm
     from vllm import AsyncEngineArgs, AsyncLLMEngine
@@ -39,11 +39,7 @@ def launch(loop: asyncio.AbstractEventLoop, task: dict[str, Any], **on_cpu: Any)
 
 
 class Bare:
-    """vLLM's asynchronous engine, and requests to it.
-
-    Args:
-        task: see `rollout_engine.measure`.
-    """
+    """vLLM's asynchronous engine, and requests to it; for `task` see `rollout_engine.measure`."""
 
     def __init__(self, task: dict[str, Any]):
         self._task = task
@@ -52,17 +48,17 @@ class Bare:
         self._requests = 0
 
     def start(self) -> dict[str, str]:
-        """Start the engine; what runs here."""
+        """Start the engine; return its description."""
         self._llm, engine = launch(self._loop, self._task)
         return {"engine": engine}
 
     def greedy(self) -> list[list[int]]:
-        """Greedy completions of the first prompts."""
+        """Return greedy completions of the first prompts."""
         prompts = self._task["prompts"][:4]
         return [samples[0][0] for samples in self._loop.run_until_complete(self._all(prompts, 1, 0.0, 0))]
 
     def run(self, seed: int) -> dict[str, float]:
-        """Answer all requests at once; seconds, and tokens generated."""
+        """Answer all requests at once; return seconds and generated tokens."""
         begun = time.perf_counter()
         found = self._loop.run_until_complete(self._all(self._task["prompts"], self._task["n"], 1.0, seed))
         seconds = time.perf_counter() - begun
@@ -78,7 +74,7 @@ class Bare:
     async def _one(
         self, prompt: list[int], n: int, temperature: float, seed: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and their logprobs, for each sample."""
+        """Return token ids and their logprobs for each sample."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

@@ -1,4 +1,4 @@
-"""Runs of `enginehouse train` that a benchmark times: what they start from, how they are run, what they leave."""
+"""Runs of `enginehouse train` that a benchmark times: their model and task, their execution, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 
 def prepare(python: Path, directory: Path, seed: int) -> Path:
-    """Make the quickstart's task in `directory`, emptied before, and a warmed-up model; returns the model's place."""
+    """Make the quickstart's task in `directory`, emptied before, and a warmed-up model; return the model's path."""
     make_task(python, directory, seed)
     return warm_up(python, directory, seed)
 
@@ -32,10 +32,10 @@ def make_task(python: Path, directory: Path, seed: int, shape: Mapping[str, int]
     """Make the quickstart's task in `directory`, emptied before.
 
     Args:
-        python: with enginehouse.
-        directory: where to.
-        seed: of data and weights.
-        shape: what is different in the model's config; its weights are then drawn here.
+        python: Python of an environment with enginehouse.
+        directory: directory of the task.
+        seed: seed of data and weights.
+        shape: changes to the model's config; its weights are then random.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -51,7 +51,7 @@ def make_task(python: Path, directory: Path, seed: int, shape: Mapping[str, int]
 
 
 def warm_up(python: Path, directory: Path, seed: int, *overrides: str) -> Path:
-    """Train the model of the task in `directory` on its demonstrations; returns the directory of the result."""
+    """Train the model of the task in `directory` on its demonstrations; return the directory of the result."""
     command = [
         python.parent / "enginehouse", "sft", QUICKSTART / "sft.yaml",
         f"model.path={directory / 'task' / 'model'}",
@@ -63,7 +63,7 @@ def warm_up(python: Path, directory: Path, seed: int, *overrides: str) -> Path:
 
 
 def quickstart(python: Path, directory: Path, model: Path, run: Path, steps: int, seed: int) -> list[object]:
-    """The command that trains `model` on the task in `directory`, to which a side adds what it changes."""
+    """Return the command that trains `model` on the task in `directory`; a side adds its changes to it."""
     return [
         python.parent / "enginehouse", "train", QUICKSTART / "grpo.yaml",
         f"model.path={model}",
@@ -74,26 +74,26 @@ def quickstart(python: Path, directory: Path, model: Path, run: Path, steps: int
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Metrics of each step of a run."""
+    """Return the metrics of each step of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
 def step_seconds(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """From the end of each step to the end of the next, of a run with these metrics: nothing is left out."""
+    """Return the seconds from the end of each step to the end of the next, which leave nothing out."""
     return [after["elapsed_seconds"] - before["elapsed_seconds"] for before, after in pairwise(lines)]
 
 
 def rotated(sides: Mapping[str, S], number: int) -> list[tuple[str, S]]:
-    """The sides in the order of a round: each round begins with another."""
+    """Return the sides in the order of a round: each round begins with another side."""
     order = list(sides.items())
     return order[number % len(order) :] + order[: number % len(order)]
 
 
 def with_plugin(directory: Path) -> dict[str, str]:
-    """Environment variables with which a run has the plugin `benchmarks.plugin`, as if it were installed.
+    """Return environment variables with which a run has the plugin `benchmarks.plugin`, as if it were installed.
 
     Args:
-        directory: where what says so is written.
+        directory: directory in which the plugin's metadata are written.
     """
     info = directory / "enginehouse_benchmarks-0.1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -110,18 +110,18 @@ def execute(
     look: Callable[[int], object] | None = None,
     directory: Path = ROOT,
 ) -> None:
-    """Run a command, with what it prints in a file.
+    """Run a command, and write its output to a file.
 
     Args:
-        command: the words.
-        log: that file.
+        command: words of the command.
+        log: file of the output.
         threads: value of `OMP_NUM_THREADS`; None: the program decides.
-        variables: further environment variables.
+        variables: additional environment variables.
         look: called with the process's id every `LOOK_SECONDS`.
-        directory: where it is run.
+        directory: working directory.
 
     Raises:
-        RuntimeError: it failed or ran out of time; with the last lines it printed.
+        RuntimeError: it failed or ran out of time; the message has the last lines that it printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= variables or {}
@@ -147,7 +147,7 @@ def execute(
 
 
 def _end(process: subprocess.Popen[bytes], look: Callable[[int], object] | None) -> int:
-    """The exit code, within `RUN_TIMEOUT_SECONDS`."""
+    """Return the exit code, within `RUN_TIMEOUT_SECONDS`."""
     if look is None:
         return process.wait(RUN_TIMEOUT_SECONDS)
     until = time.monotonic() + RUN_TIMEOUT_SECONDS

@@ -1,14 +1,14 @@
-"""What a large step costs beside its engines: memory of the controller, and time.
+"""Measures the cost of a large step outside of its engines: memory of the controller, and time.
 
-`enginehouse train` with engines of nothing but shapes (`shapes.py`): a rollout that answers at once, with random
-tokens, and an actor that looks at lengths. So whatever a step lasts, but for `busy/update`, is in neither engine. The
-rest is as in any run over Ray: the feed, rewards in a process, the advantage, the batch's way to the actor, a verified
-update of the (tiny) weights.
+It runs `enginehouse train` with engines that only produce shapes (`shapes.py`): a rollout that answers at once with
+random tokens, and an actor that looks at lengths. All time of a step except `busy/update` is therefore spent outside of
+the engines. The rest is as in any run over Ray: the feed, rewards in a process, the advantage, the batch's way to the
+actor, a verified update of the (tiny) weights.
 
-- `controller_growth_mb`: the most that the program's own memory (Ray's object store left out) grew, in million bytes,
-  from just before the first step until the last has ended; advantage `grpo`, which reads rewards and groups.
+- `controller_growth_mb`: largest growth of the program's own memory (without Ray's object store) in million bytes, from
+  just before the first step to the end of the last, with advantage `grpo`, which reads rewards and groups.
 - `controller_growth_mb_per_token_estimator`: the same with an estimator that reads the tokens' logprobs.
-- `seconds_outside_engines`: of a step after the first, with `grpo`; the median.
+- `seconds_outside_engines`: median seconds of a step after the first, with `grpo`.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ EVERY_SIDE = (
 ESTIMATORS = {"grpo": "grpo", "per token": "surprise"}
 
 Look = tuple[float, int]
-"""When (`time.monotonic`), and the bytes that a process had of its own."""
+"""A time (`time.monotonic`), and the bytes of a process's own memory."""
 
 
 def measure(episodes: int = 4096, tokens: int = 8192, steps: int = 3, seed: int = 0) -> dict[str, Any]:
     """Run each estimator once.
 
     Args:
-        episodes: of a step.
-        tokens: of each response.
-        steps: of a run; the first is not timed.
-        seed: of data and samples.
+        episodes: episodes of a step.
+        tokens: tokens of each response.
+        steps: steps of a run; the first is not timed.
+        seed: seed of data and samples.
 
     Returns:
         `metrics`, `sides` (by estimator; times of phases are those of `metrics.jsonl`), `versions`.
 
     Raises:
-        ValueError: episodes that are no whole groups, or no step to time.
-        RuntimeError: a run failed; with what it printed last.
+        ValueError: the episodes do not make whole groups, or there is no step to time.
+        RuntimeError: a run failed; the message has the last lines that it printed.
     """
     if episodes % SAMPLES or steps < 2:
         raise ValueError(f"episodes={episodes} steps={steps}: groups have {SAMPLES}, and the first step is not timed")
@@ -95,7 +95,7 @@ def measure(episodes: int = 4096, tokens: int = 8192, steps: int = 3, seed: int 
 
 
 def row(lines: Sequence[Mapping[str, float]], looks: Sequence[Look]) -> dict[str, float]:
-    """A run's line in the table, from its metrics and what was seen of its memory."""
+    """Return a run's line in the table, from its metrics and the looks at its memory."""
     outside = [seconds - line["busy/update"] for seconds, line in zip(step_seconds(lines), lines[1:], strict=True)]
     phases = ("generate", "reward", "advantage", "update", "sync")
     return {
@@ -107,7 +107,7 @@ def row(lines: Sequence[Mapping[str, float]], looks: Sequence[Look]) -> dict[str
 
 
 def growth(lines: Sequence[Mapping[str, float]], looks: Sequence[Look]) -> int:
-    """By how many bytes a process grew from before the first step to the most it had until the last had ended."""
+    """Return the bytes by which a process grew from before the first step to its largest size until the last ended."""
     first, last = lines[0]["clock/began"], lines[-1]["clock/ended"]
     before = [size for when, size in looks if when <= first]
     return max(size for when, size in looks if first <= when <= last) - before[-1]

@@ -1,16 +1,16 @@
-"""What `train.staleness` gains: generation beside training, against one after the other.
+"""Measures what `train.staleness` gains: generation beside training, against one after the other.
 
-Runs of `enginehouse train` over Ray on the quickstart's task, with a wider model, so that engines and not calls decide.
-The rollout is apart; its process and the actor's each have a core of their own, and all else goes where the system puts
-it. Generation and training take equally long, by `max_running` and the slower of the engine's two forward passes. Every
-side does the same work a step (`old_logprobs` are the actor's own on all, or with a heavy tail on none), and draws the
-same tasks.
+It runs `enginehouse train` over Ray on the quickstart's task, with a wider model, so that engines and not calls decide.
+The rollout has separate processes. The rollout's process and the actor's each have a core, and the system places
+everything else. Generation and training take equally long, by `max_running` and the slower of the engine's two forward
+passes. Every side does the same work per step (`old_logprobs` are the actor's own on all sides, or with a heavy tail on
+none), and has the same tasks.
 
-- `staleness_1_vs_0`: steps a second, even lengths. Two is what a machine without anything else to do would give.
-- `staleness_4_vs_1_heavy_tail`: the same where one response in k is longer than k times the shortest, by a rollout
-  engine of this benchmark (`heavy_tail.py`): the `torch` engine, told when a response ends.
-- `rollout_idle_staleness_4`: of those runs, the share of the time in which the rollout's process did not compute: it
-  had nothing to draw, got weights, or something else had its core.
+- `staleness_1_vs_0`: steps per second with even lengths. A machine with nothing else to do would give 2.
+- `staleness_4_vs_1_heavy_tail`: the same if one response in k is longer than k times the shortest, by a rollout engine
+  of this benchmark (`heavy_tail.py`): the `torch` engine, which is told when a response ends.
+- `rollout_idle_staleness_4`: in those runs, the fraction of the time in which the rollout's process did not compute,
+  because it had nothing to generate, received weights, or another program had its core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORK = ROOT / "benchmarks" / "out" / "schedules"
 PICTURE = WORK.parent / "schedules.png"
 CORES = "actor:1,rollout:0"
 EDGE_STEPS = 5
-"""At both ends of a run, that are not counted: generation gets ahead first, and has nothing to draw in the end."""
+"""Steps at both ends of a run that do not count: generation first gets ahead, and has nothing to do in the end."""
 WIDER = {
     "hidden_size": 384,
     "intermediate_size": 1152,
@@ -63,12 +63,12 @@ HEAVY_TAIL = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run.
+    """Figures of one run.
 
     Attributes:
-        step: seconds of a step on average, from the end of one to the end of the next.
-        cpu: seconds computed in a step on average, by role.
-        curve: `seconds` and `rewards`, one a step.
+        step: mean seconds of a step, from the end of one to the end of the next.
+        cpu: mean seconds computed in a step, by role.
+        curve: `seconds` and `rewards`, one entry per step.
     """
 
     step: float
@@ -77,7 +77,7 @@ class Figures:
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, float]]) -> Figures:
-        """Those of a run with these metrics."""
+        """Return the figures of a run with these metrics."""
         counted = lines[EDGE_STEPS + 1 : -EDGE_STEPS]
         roles = [name.removeprefix("cpu/") for name in lines[0] if name.startswith("cpu/")]
         ends = [line["elapsed_seconds"] for line in lines]
@@ -92,7 +92,7 @@ class Figures:
 
     @property
     def idle(self) -> float:
-        """Share of the time in which the rollout did not compute, whatever it waited for."""
+        """Return the fraction of the time in which the rollout did not compute, whatever it waited for."""
         return 1 - self.cpu["rollout"] / self.step
 
 
@@ -101,9 +101,9 @@ class Side:
     """A schedule.
 
     Attributes:
-        overrides: of the quickstart's config.
-        runs: one a round.
-        busy: cores that others kept busy before each.
+        overrides: overrides of the quickstart's config.
+        runs: figures of one run per round.
+        busy: cores that others kept busy before each run.
     """
 
     overrides: Sequence[str]
@@ -116,18 +116,18 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
 
     Args:
         rounds: runs of each side; round `i` uses seed `seed + i`.
-        steps: of a run with even lengths.
-        tail_steps: of a run with a heavy tail.
-        seed: of task, first weights and warm-up.
+        steps: steps of a run with even lengths.
+        tail_steps: steps of a run with a heavy tail.
+        seed: seed of task, first weights and warm-up.
 
     Returns:
-        `metrics`, `sides`, `versions`. A ratio is the median over rounds of one round's. Beside those of the module:
-        `generation_vs_training`, what the one computes by what the other does with staleness 0, and the mean reward of
-        the last steps by side.
+        `metrics`, `sides`, `versions`. A ratio is the median over rounds of each round's ratio. In addition to the
+        metrics of the module: `generation_vs_training`, seconds that generation computes by those that training does
+        with staleness 0, and the mean reward of the last steps by side.
 
     Raises:
-        ValueError: too few steps to count any.
-        RuntimeError: a run failed; with what it printed last.
+        ValueError: there are too few steps to count any.
+        RuntimeError: a run failed; the message has the last lines that it printed.
     """
     if min(steps, tail_steps) <= 2 * EDGE_STEPS + 1:
         raise ValueError(
@@ -159,7 +159,7 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
 
 
 def compare(even: Mapping[str, Side], tail: Mapping[str, Side]) -> dict[str, float]:
-    """The figures to keep."""
+    """Return the figures to keep."""
     zero, one = even["staleness 0"].runs, even["staleness 1"].runs
     tail_one, tail_four = (tail[f"staleness {k}, heavy tail"].runs for k in (1, 4))
     return {
@@ -172,17 +172,17 @@ def compare(even: Mapping[str, Side], tail: Mapping[str, Side]) -> dict[str, flo
 
 
 def quicker(runs: Sequence[Figures], than: Sequence[Figures]) -> float:
-    """How many times the steps a second, the median over rounds."""
+    """Return the ratio of steps per second, the median over rounds."""
     return statistics.median(theirs.step / ours.step for ours, theirs in zip(runs, than, strict=True))
 
 
 def final_reward(runs: Sequence[Figures]) -> float:
-    """Mean reward of the last steps' samples."""
+    """Return the mean reward of the last steps' samples."""
     return statistics.median(statistics.mean(run.curve["rewards"][-EDGE_STEPS:]) for run in runs)
 
 
 def row(side: Side) -> dict[str, float | int]:
-    """A side's line in the table."""
+    """Return a side's line in the table."""
 
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)

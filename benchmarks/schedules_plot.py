@@ -15,7 +15,7 @@ def draw(curves: dict[str, list[dict[str, list[float]]]], path: str) -> None:
     """Draw each side's runs, over steps and over seconds, to `path`.
 
     Args:
-        curves: by side, of each run `seconds` and `rewards`, one a step.
+        curves: by side, `seconds` and `rewards` of each run, with one entry per step.
         path: a file.
     """
     figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained", sharey=True)

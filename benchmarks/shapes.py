@@ -1,6 +1,6 @@
-"""Engines of nothing but shapes: they give what an engine gives, as much of it, and compute none of it.
+"""Engines that only produce shapes: they return as much as an engine returns, and compute none of it.
 
-Weights, and all that is done with them, are those of the `torch` engines: of a model as small as one likes.
+Weights and their updates are those of the `torch` engines, for a model of any small size.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from enginehouse_torch.rollout import TorchRolloutEngine
 from enginehouse_torch.train import TorchTrainEngine
 
 FIRST_TOKEN, LAST_TOKEN = 3, 12
-"""Tokens that are drawn: the quickstart's digits."""
+"""Range of the tokens that are sampled: the quickstart's digits."""
 
 
 class ShapesTrainEngine(TorchTrainEngine):
     """Reads its batch's lengths, and moves a weight a little."""
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Zeros."""
+        """Return zeros."""
         ids = batch.ragged("input_ids")
         asked = [name for name in ("logprobs", "entropy", "values") if getattr(outputs, name)]
         return Batch({name: Ragged(torch.zeros(ids.tokens), ids.offsets) for name in asked})
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """A gradient of ones, for one parameter."""
+        """Accumulate a gradient of ones for one parameter."""
         optimizer = self._get_optimizer()
         gradient = next(self._model.parameters()).grad
         assert gradient is not None
@@ -38,10 +38,10 @@ class ShapesTrainEngine(TorchTrainEngine):
 
 
 class ShapesRolloutEngine(TorchRolloutEngine):
-    """Answers at once, with as many tokens as it may."""
+    """Answers at once, with as many tokens as allowed."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Random tokens, by the request's seed; prompts are scored as ever."""
+        """Return random tokens by the request's seed; prompts are scored as usual."""
         sampling = request.sampling
         if not sampling.max_tokens:
             return await super().generate(request)
@@ -56,11 +56,11 @@ class ShapesRolloutEngine(TorchRolloutEngine):
 
 
 def even(response: str, **columns: object) -> float:
-    """A reward that differs within a group."""
+    """Return a reward that differs within a group."""
     return float(response[:1] in "02468")
 
 
 def by_surprise(batch: Batch) -> Batch:
-    """An advantage that reads a column of tokens: a row's reward, by how unlikely its tokens were."""
+    """Compute an advantage that reads a column of tokens: a row's reward times the mean surprise of its tokens."""
     surprise = -batch["rollout_logprobs"].reduced(np.add) / batch["loss_mask"].reduced(np.add)
     return batch.with_columns(advantages=batch["reward"] * surprise)

@@ -1,6 +1,6 @@
-"""The sides of a benchmark of whole training runs: how each is run, what a run gave, and the figures from that.
+"""The sides of a benchmark of whole training runs: how each is run, a run's outcome, and the figures made of outcomes.
 
-Sides take turns. A program may have several, as ways of using the machine: its fastest counts.
+Sides take turns. A program may have several sides, for different ways of using the machine; the fastest counts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ WARM_UP_STEPS = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a side gave.
+    """The outcome of one run of a side.
 
     Attributes:
-        step_seconds: from the end of each step to the end of the next: nothing that a step costs is left out.
+        step_seconds: seconds from the end of each step to the end of the next, which leave nothing out.
         model: directory of the trained model.
-        engine_seconds: of every step, spent in the engines; None where the side cannot say.
-        generate_seconds: of every step, spent generating; None where the side cannot say.
-        untimed: first steps that are not timed.
+        engine_seconds: seconds of every step spent in the engines; None if the side cannot say.
+        generate_seconds: seconds of every step spent generating; None if the side cannot say.
+        untimed: number of first steps that are not timed.
     """
 
     step_seconds: Sequence[float]
@@ -40,7 +40,7 @@ class Outcome:
     untimed: int = WARM_UP_STEPS
 
     def timed(self, seconds: Sequence[float]) -> Sequence[float]:
-        """Those of the steps that count: the last one, which includes what ends a run, is left out."""
+        """Return the seconds of the steps that count, without the last, which includes the end of the run."""
         return seconds[self.untimed : -1]
 
 
@@ -49,11 +49,11 @@ class Side:
     """One way of running one of the programs.
 
     Attributes:
-        program: whose side it is; the best side of a program counts.
+        program: program of the side; the best side of a program counts.
         command: the command line, from an output directory and a seed.
         read: the outcome, from the output directory.
         threads: value of `OMP_NUM_THREADS`; None: the program decides.
-        outcomes: one a round.
+        outcomes: one outcome per round.
         busy: cores that others kept busy before each round.
     """
 
@@ -65,23 +65,23 @@ class Side:
     busy: list[float] = field(default_factory=list)
 
     def step_seconds(self) -> list[float]:
-        """Each round's median step."""
+        """Return each round's median seconds of a step."""
         return [statistics.median(outcome.timed(outcome.step_seconds)) for outcome in self.outcomes]
 
     def mean_step_seconds(self) -> list[float]:
-        """The same, as means: what is done only in some steps counts here."""
+        """Return each round's mean seconds of a step, which count work that only some steps do."""
         return [statistics.mean(outcome.timed(outcome.step_seconds)) for outcome in self.outcomes]
 
 
 def run_in_turn(sides: Mapping[str, Side], work: Path, rounds: int, seed: int, untimed: int = WARM_UP_STEPS) -> None:
-    """Run every side once a round, with `seed` plus the round's number, and keep what came of it in the side.
+    """Run every side once a round, with `seed` plus the round's number, and store the outcomes in the sides.
 
     Args:
-        sides: by name.
+        sides: sides by name.
         work: directory for what runs write.
-        rounds: how many.
-        seed: of the first round.
-        untimed: first steps of a run that are not timed.
+        rounds: number of rounds.
+        seed: seed of the first round.
+        untimed: number of first steps of a run that are not timed.
     """
     for number in range(rounds):
         for name, side in rotated(sides, number):
@@ -109,7 +109,7 @@ def read_step_seconds(directory: Path) -> Outcome:
 
 
 def final_reward(model: Path, task: Path, greedy: bool = False) -> float:
-    """Mean reward of sampled (or greedy) answers to the held-out prompts of a task, by one sampler for all sides."""
+    """Return the mean reward of sampled (or greedy) answers to held-out prompts, by one sampler for all sides."""
     from benchmarks.bare_grpo import Task, load, validate
 
     loaded, tokenizer = load(model)
@@ -117,12 +117,12 @@ def final_reward(model: Path, task: Path, greedy: bool = False) -> float:
 
 
 def final_rewards(sides: Mapping[str, Side], task: Path) -> dict[str, list[float]]:
-    """Of each side the `final_reward` of its rounds."""
+    """Return the `final_reward` of each side's rounds."""
     return {name: [final_reward(outcome.model, task) for outcome in side.outcomes] for name, side in sides.items()}
 
 
 def row(side: Side, rewards: Sequence[float]) -> dict[str, float | int]:
-    """A side's line in the table; without rewards there is none in it."""
+    """Return a side's line in the table; without rewards the line has none."""
     seconds = side.step_seconds()
     return {
         "ms_a_step": 1000 * statistics.median(seconds),
@@ -136,7 +136,7 @@ def row(side: Side, rewards: Sequence[float]) -> dict[str, float | int]:
 
 
 def fastest(sides: Mapping[str, Side]) -> dict[str, str]:
-    """Each program's fastest side, by its median round."""
+    """Return each program's fastest side, by its median round."""
     best: dict[str, str] = {}
     for program in dict.fromkeys(side.program for side in sides.values()):
         candidates = [name for name, side in sides.items() if side.program == program]
@@ -147,12 +147,12 @@ def fastest(sides: Mapping[str, Side]) -> dict[str, str]:
 def compare(
     sides: Mapping[str, Side], rewards: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]
 ) -> dict[str, float]:
-    """The figures to keep: each program by its fastest side.
+    """Return the figures to keep: each program by its fastest side.
 
     Args:
-        sides: by name; of enginehouse at least one.
-        rewards: final rewards of a side's rounds; of a side that is not in it there is none in the figures.
-        ratios: by the name of the figure, two programs: steps a second of the first by those of the second.
+        sides: sides by name, with at least one of enginehouse.
+        rewards: final rewards of the sides' rounds; the figures have none for a side that is not in it.
+        ratios: by the name of a figure, two programs: steps per second of the first by those of the second.
     """
     best = fastest(sides)
     seconds = {program: statistics.median(sides[name].step_seconds()) for program, name in best.items()}
@@ -167,7 +167,7 @@ def compare(
 
 
 def controller_share(outcomes: Sequence[Outcome]) -> float:
-    """Share of the timed steps that was spent in neither engine."""
+    """Return the fraction of the timed steps that was spent in neither engine."""
     steps = sum(sum(outcome.timed(outcome.step_seconds)) for outcome in outcomes)
     engines = sum(sum(outcome.timed(outcome.engine_seconds or ())) for outcome in outcomes)
     return 1 - engines / steps

@@ -1,4 +1,4 @@
-"""How soon the command line answers: `--help` and `plugins list`, against an interpreter that does nothing."""
+"""Measures how soon the command line answers (`--help`, `plugins list`), against an interpreter that does nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COMMANDS = {
 
 
 def measure(rounds: int = 20) -> dict[str, Any]:
-    """Run the commands in turn and take each one's median wall time.
+    """Run the commands in turn and return each command's median wall time.
 
     Args:
-        rounds: runs of each, after one that is not counted.
+        rounds: runs of each command, after one that does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for number in range(rounds + 1):

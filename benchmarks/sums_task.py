@@ -1,4 +1,4 @@
-"""The reward of `benchmarks.real`, for every side. It stands alone, as TRL's environment has nothing of enginehouse."""
+"""The reward of `benchmarks.real`, for every side. It imports no enginehouse, which TRL's environment does not have."""
 
 from __future__ import annotations
 

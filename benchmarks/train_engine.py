@@ -1,8 +1,8 @@
-"""Training engines against loops written by hand for the same model: `fsdp` against FSDP2, `torch` against PyTorch.
+"""Training engines against hand-written loops for the same model: `fsdp` against FSDP2, `torch` against PyTorch.
 
-Real rank processes (gloo on CPU, nccl on GPUs). Sides live in the same processes and take turns; model, rows, token
+It runs real rank processes (gloo on CPU, nccl on GPUs). Sides share these processes and take turns. Model, rows, token
 budget, optimizer and numbers are the same, and the first steps' losses and gradient norms must agree. Memory is
-measured in processes of each side's own.
+measured in separate processes for each side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 WORK = ROOT / "benchmarks" / "out" / "train_engine"
 VOCABULARY = 4096
 TOLERANCES = {"loss": 1e-5, "gradient norm": 5e-4}
-"""Largest relative differences between sides. On a CPU torch's norm of one tensor, which the bare loop takes, is off by
+"""Largest relative differences between sides. On a CPU torch's norm of one tensor, which the bare loop uses, is off by
 1e-4 at millions of elements."""
 SHARDED_SIDES = ("bare", "fsdp", "fsdp shared", "bare whole")
 PLAIN_SIDES = ("bare plain", "torch", "torch shared")
@@ -52,22 +52,22 @@ def measure(
     """Let the sides take turns for `rounds` rounds.
 
     Args:
-        ranks: processes of the sharded sides; 0: 2, or on GPUs one each.
+        ranks: processes of the sharded sides; 0: 2, or one per GPU.
         hidden: width of the model (Qwen3's shape, a head for every 64).
-        layers: its blocks.
-        rows: rows of a rank, four of which begin with the same prompt.
-        length: tokens of the longest row; a quarter of it is prompt.
-        budget: most padded tokens of one forward pass.
+        layers: number of its blocks.
+        rows: rows of a rank, of which groups of four begin with the same prompt.
+        length: tokens of the longest row, of which a quarter is prompt.
+        budget: maximum padded tokens of one forward pass.
         rounds: turns of each side.
         steps: optimizer steps of a turn.
-        memory_runs: processes a side in which memory is measured.
-        toy: also measure a model of 100 thousand parameters, where what is not arithmetic shows.
-        device: `"cpu"` or `"cuda"`; by default CUDA where there is such a device.
+        memory_runs: number of processes per side in which memory is measured.
+        toy: True to also measure a model of 100 thousand parameters, which shows the cost of all but arithmetic.
+        device: `"cpu"` or `"cuda"`; empty: CUDA if there is such a device.
 
     Returns:
-        `metrics` and `sides`. Metrics: `fsdp_vs_bare` and `torch_vs_bare`, tokens a second of ours by theirs, medians
-        of rounds, no prompt shared; `.../shared` where ours may compute a shared prompt once; `.../toy`;
-        `fsdp_memory_vs_bare`, peak memory of ours by theirs.
+        `metrics` and `sides`. Metrics: `fsdp_vs_bare` and `torch_vs_bare`, our tokens per second by those of the bare
+        loop, medians of rounds, with no shared prompts; `.../shared` if ours may compute a shared prompt once;
+        `.../toy`; `fsdp_memory_vs_bare`, our peak memory by that of the bare loop.
 
     Raises:
         RuntimeError: a rank failed, or two sides do not compute the same.
@@ -103,7 +103,7 @@ def measure(
 
 
 def make_model(hidden: int, layers: int) -> Path:
-    """A model of random weights in Qwen3's shape."""
+    """Make a model with random weights in Qwen3's shape."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -120,7 +120,7 @@ def make_model(hidden: int, layers: int) -> Path:
 
 
 def memory_of(task: Found, ranks: int, runs: int) -> dict[str, float]:
-    """Bytes by which a rank's memory grew at most, building included: medians of runs, a side a process."""
+    """Return the peak growth of a rank's memory in bytes, building included: medians of runs, a side per process."""
     peaks: dict[str, list[int]] = {side: [] for side in SHARDED_SIDES}
     for number in range(runs):
         for side, found in peaks.items():
@@ -130,7 +130,7 @@ def memory_of(task: Found, ranks: int, runs: int) -> dict[str, float]:
 
 
 def agree(checked: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Raise RuntimeError unless all sides' losses and norms are those of the first side."""
+    """Raise RuntimeError unless all sides have the first side's losses and norms."""
     (first, expected), *others = checked.items()
     for side, found in others:
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -140,7 +140,7 @@ def agree(checked: Mapping[str, Sequence[Sequence[float]]]) -> None:
 
 
 def compare(sharded: Found, plain: Found) -> dict[str, float]:
-    """Tokens a second of each of our sides by those of its bare loop, in the same round; medians."""
+    """Return our sides' tokens per second by those of their bare loops, in the same round; medians."""
     return {
         "fsdp_vs_bare": paired(sharded, "fsdp", "bare"),
         "fsdp_vs_bare/shared": paired(sharded, "fsdp shared", "bare"),
@@ -151,13 +151,13 @@ def compare(sharded: Found, plain: Found) -> dict[str, float]:
 
 
 def paired(found: Found, side: str, other: str) -> float:
-    """How many times as fast `side` is as `other`."""
+    """Return how many times as fast `side` is as `other`."""
     seconds = found["seconds"]
     return statistics.median(theirs / own for own, theirs in zip(seconds[side], seconds[other], strict=True))
 
 
 def rows_of(found: Found) -> dict[str, dict[str, float]]:
-    """The sides' lines in the table."""
+    """Return the sides' lines in the table."""
     return {
         side: {
             "ms_a_step": 1000 * statistics.median(seconds),
@@ -170,10 +170,10 @@ def rows_of(found: Found) -> dict[str, dict[str, float]]:
 
 
 def run_ranks(task: Mapping[str, Any], ranks: int) -> Found:
-    """Run a task in `ranks` processes (`train_engine_rank`), and return what it found.
+    """Run a task in `ranks` processes (`train_engine_rank`), and return its result.
 
     Raises:
-        RuntimeError: a rank failed, or did not end in time; with the last lines it printed.
+        RuntimeError: a rank failed, or did not end in time; the message has the last lines that it printed.
     """
     import torch
 
@@ -183,7 +183,7 @@ def run_ranks(task: Mapping[str, Any], ranks: int) -> Found:
     out.unlink(missing_ok=True)
     meeting = {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process has the store
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.train_engine_rank", str(path)]
@@ -204,7 +204,7 @@ def run_ranks(task: Mapping[str, Any], ranks: int) -> Found:
 
 
 def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
-    """Wait for all to succeed; RuntimeError as soon as one has not: the others may wait for it."""
+    """Wait for all to succeed; raise RuntimeError as soon as one fails, because the others may wait for it."""
     end = time.monotonic() + RUN_TIMEOUT_SECONDS
     while True:
         codes = [process.poll() for process in processes]

@@ -1,7 +1,8 @@
-"""The training loop an expert writes by hand for one model and one task: FSDP2, or no sharding at all.
+"""The training loop that an expert writes by hand for one model and one task: FSDP2, or no sharding at all.
 
-Nothing here is of enginehouse. Micro-batches hold rows of like length, right-padded to the longest; `whole_logits` is
-the simplest form: every row padded to the longest of the batch, logits at every position.
+It uses nothing of enginehouse. Micro-batches hold rows of similar length, right-padded to the longest. `whole_logits`
+is
+the simplest form: every row is padded to the longest of the batch, and every position has logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 Row = tuple[list[int], int]
-"""The tokens of a row, and how many of them, from the first, are the prompt that the loss does not count."""
+"""The tokens of a row, and the number of its first tokens that are the prompt, which the loss does not count."""
 
 
 class SummedLoss(torch.nn.Module):
@@ -29,7 +30,7 @@ class SummedLoss(torch.nn.Module):
         self.whole_logits = whole_logits
 
     def forward(self, ids: torch.Tensor, predicting: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood in nats, summed; `predicting` are flat positions, `targets` the ids after them."""
+        """Return the summed negative log-likelihood in nats of `targets`, after the flat positions `predicting`."""
         if self.whole_logits:
             logits = self.model(ids, use_cache=False).logits.flatten(0, 1)
             labels = torch.full((len(logits),), -100, device=ids.device)
@@ -41,10 +42,10 @@ class SummedLoss(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Settings:
-    """What both programs are told.
+    """Settings of both programs.
 
     Attributes:
-        budget: most padded tokens in one forward pass.
+        budget: maximum padded tokens of one forward pass.
     """
 
     lr: float = 1e-4
@@ -60,10 +61,10 @@ class BareLoop:
 
     Args:
         path: model directory.
-        settings: of the optimizer, and the token budget.
-        device: where it computes.
-        sharded: FSDP2 over the ranks of the process group, a unit a block; False: one rank, plain PyTorch.
-        whole_logits: the simplest form instead of the best.
+        settings: settings of the optimizer, and the token budget.
+        device: device that the loop computes on.
+        sharded: True for FSDP2 over the ranks of the process group, a unit per block; False: one rank, plain PyTorch.
+        whole_logits: True for the simplest form instead of the best.
     """
 
     def __init__(self, path: str, settings: Settings, device: torch.device, *, sharded: bool, whole_logits: bool):
@@ -82,13 +83,13 @@ class BareLoop:
         )  # fmt: skip
 
     def step(self, rows: Sequence[Row]) -> tuple[float, int, float]:
-        """One optimizer step on this rank's rows, as many as every rank has.
+        """Take one optimizer step on this rank's rows; every rank has as many.
 
         Returns:
             The loss in nats, summed over this rank's counted tokens; their number; the gradient's norm before clipping.
         """
         longest = max(len(ids) for ids, _ in rows) - 1
-        at_once = max(1, self.settings.budget // longest)  # as many passes on every rank, if rows are as long
+        at_once = max(1, self.settings.budget // longest)  # the same number of passes on every rank with equal rows
         rows = rows if self.whole_logits else sorted(rows, key=lambda row: len(row[0]))
         counted = sum(len(ids) - prompt for ids, prompt in rows)
         everywhere = torch.tensor(counted, device=self.device)
@@ -106,7 +107,7 @@ class BareLoop:
         return total.item(), counted, (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
     def padded(self, rows: Sequence[Row], longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids `(rows, length)`, flat positions that predict a counted token, and those tokens."""
+        """Return ids `(rows, length)`, flat positions that predict a counted token, and these tokens."""
         length = longest if self.whole_logits else max(len(ids) for ids, _ in rows) - 1
         ids = torch.tensor([row[:-1] + [0] * (length - len(row) + 1) for row, _ in rows])
         predicting = [

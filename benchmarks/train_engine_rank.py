@@ -1,6 +1,6 @@
-"""One rank of the training benchmark, a process: `python -m benchmarks.train_engine_rank TASK.json`.
+"""One rank process of the training benchmark: `python -m benchmarks.train_engine_rank TASK.json`.
 
-Builds the sides the task names, in this one process, lets them take turns, and writes what rank 0 found.
+It builds the sides that the task names in this process, lets them take turns, and writes what rank 0 measured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from benchmarks.train_engine_bare import BareLoop, Row, Settings
 
 Step = Callable[[], tuple[float, float, float]]
-"""An optimizer step on this rank's rows: the loss summed, what it counts, the gradient's norm."""
+"""Takes an optimizer step on this rank's rows; returns the summed loss, its count, and the gradient's norm."""
 
 ENGINES = ("enginehouse_torch.train", "enginehouse_fsdp.engine")
 CHECKED_STEPS = 3
-"""First steps of every side: they must agree, and are not timed."""
+"""First steps of every side, which must agree and are not timed."""
 PER_GROUP = 4
 """Rows that begin with the same prompt."""
 
@@ -46,7 +46,7 @@ def main(task: dict[str, Any]) -> None:
         if rank == 0:
             Path(task["out"]).write_text(json.dumps(found))
         dist.barrier()
-        # Sharded parameters still hold gloo's threads as the interpreter ends, and that aborts the process at times.
+        # Sharded parameters still hold gloo's threads when the interpreter ends, which sometimes aborts the process.
         os._exit(0)
     finally:
         with contextlib.suppress(Exception):
@@ -54,7 +54,7 @@ def main(task: dict[str, Any]) -> None:
 
 
 def run(task: dict[str, Any], rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
-    """What this rank finds; `seconds`, `checked` and `memory` are of all ranks."""
+    """Return this rank's measurements; `seconds`, `checked` and `memory` are of all ranks."""
     import_everything()
     rows = draw_rows(task["rows"], task["length"], task["vocabulary"], seed=rank)
     before = memory_before(device)
@@ -78,7 +78,7 @@ def import_everything() -> None:
 
 
 def draw_rows(rows: int, length: int, vocabulary: int, seed: int) -> list[Row]:
-    """Random rows of at most `length` tokens, a quarter of it prompt, in groups that share one; one is that long."""
+    """Return random rows in groups of one prompt, of up to `length` tokens, a quarter prompt; one is that long."""
     draw = random.Random(seed)
     found: list[Row] = []
     while len(found) < rows:
@@ -90,7 +90,7 @@ def draw_rows(rows: int, length: int, vocabulary: int, seed: int) -> list[Row]:
 
 
 def build(side: str, task: dict[str, Any], rank: int, ranks: int, device: torch.device, rows: Sequence[Row]) -> Step:
-    """One side, ready to step: `fsdp`, `fsdp shared`, `torch`, `torch shared`, `bare`, `bare plain`, `bare whole`."""
+    """Build a side: `fsdp`, `fsdp shared`, `torch`, `torch shared`, `bare`, `bare plain` or `bare whole`."""
     settings = Settings(budget=task["budget"])
     if side.startswith("bare"):
         sharded = side != "bare plain"
@@ -122,7 +122,7 @@ def build(side: str, task: dict[str, Any], rank: int, ranks: int, device: torch.
 
 
 def make_engine(side: str) -> Any:
-    """An engine of the side's backend."""
+    """Return an engine of the side's backend."""
     if side.startswith("torch"):
         from enginehouse_torch.train import TorchTrainEngine
 
@@ -133,7 +133,7 @@ def make_engine(side: str) -> Any:
 
 
 def options_of(side: str) -> type:
-    """The options class of the side's backend."""
+    """Return the options class of the side's backend."""
     if side.startswith("torch"):
         from enginehouse_torch.options import TorchTrainOptions
 
@@ -144,7 +144,7 @@ def options_of(side: str) -> type:
 
 
 def timed(step: Step, steps: int, device: torch.device) -> float:
-    """Seconds a step, from the first rank's start to the last one's end."""
+    """Return the seconds per step, from the first rank's start to the last rank's end."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
@@ -156,20 +156,20 @@ def timed(step: Step, steps: int, device: torch.device) -> float:
 
 
 def over_ranks(total: float, weight: float, norm: float, *, ranks: int) -> list[float]:
-    """The mean loss over all ranks, and the norm."""
+    """Return the mean loss over all ranks, and the norm."""
     parts = gather((total, weight), ranks)
     return [sum(total for total, _ in parts) / sum(weight for _, weight in parts), norm]
 
 
 def gather(value: Any, ranks: int) -> list[Any]:
-    """Every rank's value."""
+    """Return every rank's value."""
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, value)
     return found
 
 
 def memory_before(device: torch.device) -> int:
-    """Bytes in use before the first side was built."""
+    """Return the bytes in use before the first side was built."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -177,7 +177,7 @@ def memory_before(device: torch.device) -> int:
 
 
 def memory_grown(device: torch.device, before: int) -> int:
-    """Bytes the process held at its most over `before`: of the accelerator where there is one, else resident."""
+    """Return the peak bytes above `before` that the process held: on the accelerator if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() - before
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,6 +1,6 @@
 """The two transports between hosts: one gathers a sharded model to broadcast it, the other sends the shards.
 
-Over loopback: what is measured is the work at both ends, not a network. The transports take turns in each layout.
+They run over loopback, so that the work at both ends is measured, and no network. They take turns in each layout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import weight_update
 
 LAYOUTS = ((1, 1), (1, 4), (2, 1), (2, 2), (2, 4))
-"""Training ranks and replicas."""
+"""Numbers of training ranks and replicas."""
 TRANSPORTS = ("collective", "point_to_point")
 
 
@@ -19,13 +19,13 @@ def measure(parameters: int = 200_000_000, rounds: int = 5, repeats: int = 2) ->
     """Update the weights of torch replicas from fsdp ranks, by each transport in turn.
 
     Args:
-        parameters: of the model, about; each is 4 bytes.
+        parameters: approximate number of the model's parameters; each is 4 bytes.
         rounds: updates measured after each start.
         repeats: starts of each transport in each layout.
 
     Returns:
         `metrics`: `point_to_point_vs_collective_RANKS_REPLICAS`, the median seconds of a transfer by `collective` over
-        those by `point_to_point`: above 1 where the latter is quicker. `sides`: the seconds of both.
+        those by `point_to_point`; above 1 if the latter is quicker. `sides`: the seconds of both.
     """
     metrics: dict[str, float] = {}
     sides: dict[str, dict[str, float]] = {}

@@ -1,6 +1,6 @@
-"""The quickstart with TRL's `GRPOTrainer`, set up as fast as it goes on CPU. Runs in TRL's own Python environment.
+"""The quickstart with TRL's `GRPOTrainer`, as fast as it can be on a CPU. Runs in TRL's Python environment.
 
-It stands alone: nothing of enginehouse is imported, and the reward function is loaded from the quickstart's file.
+It imports nothing of enginehouse, and loads the reward function from the quickstart's file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of each step, from the start of one to the start of the next: nothing a step costs is left out."""
+    """Seconds of each step, from the start of one to the start of the next, which leave nothing out."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -32,7 +32,7 @@ class StepTimes(TrainerCallback):
 
 
 def load_reward(name: str, eos: int):
-    """TRL's form of the reward `FILE:FUNCTION` of `(prompt, response, finish_reason)`: lists in, list out."""
+    """Return the reward `FILE:FUNCTION` of `(prompt, response, finish_reason)` in TRL's form: lists in, list out."""
     path, function = name.rsplit(":", 1)
     score = runpy.run_path(path)[function]
 

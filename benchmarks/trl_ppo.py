@@ -1,15 +1,15 @@
-"""The quickstart with TRL's `PPOTrainer`, set up as fast as it goes on CPU. Runs in an environment of its own.
+"""The quickstart with TRL's `PPOTrainer`, set up to be as fast as it can be on a CPU. Runs in a separate environment.
 
 TRL 1.12 is the last release that has it. Nothing of enginehouse is imported, and the reward function is loaded from the
-quickstart's file. The value head begins with zeros, as ours does: with weights drawn at random, as transformers begins,
-the first advantages are noise, and the reward was 0 after 250 steps.
+quickstart's file. The value head begins with zeros, as ours does. With random weights, as in transformers, the first
+advantages are noise, and the reward was 0 after 250 steps.
 
 What differs from our step, and cannot be made the same:
 
-- `PPOTrainer` cuts no gradients (ours: norm 1), and counts a value after the last token of a response that ended early.
-- It computes a reference's logprobs even where nothing is asked of them: here they are zeros, from a module that costs
-  nothing.
-- It asks a module for rewards: here one that calls the function, once a batch.
+- `PPOTrainer` does not clip gradients (ours: norm 1), and counts a value after the last token of a response that ended
+  early.
+- It computes a reference's logprobs even if nothing needs them: here they are zeros, from a module that costs nothing.
+- It asks a module for rewards: here a module that calls the function once per batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLES = 8
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of each step, from the end of one to the end of the next: nothing a step costs is left out."""
+    """Seconds of each step, from the end of one to the end of the next, which leave nothing out."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -50,8 +50,8 @@ class StepTimes(TrainerCallback):
 
 
 class FunctionAsModel(torch.nn.Module):
-    """The reward `FILE:FUNCTION` of `(prompt, response, finish_reason)` as `PPOTrainer` asks for one: a backbone whose
-    last hidden states are scored. Every position's score is the row's."""
+    """The reward `FILE:FUNCTION` of `(prompt, response, finish_reason)` in the form that `PPOTrainer` needs: a backbone
+    whose last hidden states are scored. Every position's score is the row's."""
 
     base_model_prefix = "backbone"
 
@@ -76,7 +76,7 @@ class FunctionAsModel(torch.nn.Module):
 
 
 class NoReference(torch.nn.Module):
-    """A reference of which nothing is asked, for a KL term of weight 0."""
+    """A reference model of which nothing is needed, for a KL term of weight 0."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class NoReference(torch.nn.Module):
 
 
 def optimizer(policy, critic, steps: int):
-    """AdamW and its schedule: linear warm-up of 5 steps, then linear to zero."""
+    """Return AdamW and its schedule: linear warm-up of 5 steps, then linear decay to zero."""
     adamw = torch.optim.AdamW(
         [
             {"params": list(policy.parameters()), "lr": 1.5e-3, "betas": (0.9, 0.99)},
@@ -127,7 +127,7 @@ def main() -> None:
     rows = SAMPLES * arguments.prompts
 
     def collate(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of as many prompts as a step has samples, the first ones, each as often as it is sampled."""
+        """Repeat the first prompts, of as many as a step has samples, as often as each is sampled."""
         return {"input_ids": torch.stack(prompts[: arguments.prompts]).repeat_interleave(SAMPLES, dim=0)}
 
     config = PPOConfig(
@@ -174,7 +174,7 @@ def main() -> None:
     )
     trainer.remove_callback(PrinterCallback)
     gc.collect()
-    gc.freeze()  # it collects garbage twice a step, and would look at all that was ever imported
+    gc.freeze()  # it collects garbage twice a step, and would look at everything that was ever imported
     trainer.train()
     policy.save_pretrained(arguments.save)
     tokenizer.save_pretrained(arguments.save)

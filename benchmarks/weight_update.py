@@ -1,6 +1,6 @@
 """A verified weight update from a training engine to a rollout engine on one host, against a plain copy of its bytes.
 
-Real workers as in a run, each engine in its own process and Python environment. The copy and the update take turns.
+It runs real workers, each engine in a separate process and Python environment. The copy and the update take turns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WORK = ROOT / "benchmarks" / "out" / "weight_update"
 PROBE = [list(range(3, 35)), list(range(40, 56))]
 TIMEOUT_SECONDS = 600.0
 FASTEST_OPTIONS = {"kv_cache_mib": 256, "max_model_tokens": 256, "max_running": 4}
-"""Of rollout engines that have them: nothing is generated here, so little memory is needed for it."""
+"""Options of rollout engines that have them: nothing is generated here, so little memory is needed for it."""
 
 
 @dataclass
 class Seconds:
-    """What each round took, seconds."""
+    """Seconds of each round."""
 
     copy: list[float] = field(default_factory=list)
     fresh_copy: list[float] = field(default_factory=list)
@@ -47,25 +47,25 @@ def measure(
     device: str = "cpu",
     transport: str = "shared_memory",
 ) -> dict[str, Any]:
-    """Update the rollout engine's weights `rounds` times, after two updates that are not counted.
+    """Update the rollout engine's weights `rounds` times, after two updates that do not count.
 
     Args:
-        parameters: of the model, about; each is 4 bytes.
-        rounds: updates measured; before each, a plain copy.
+        parameters: approximate number of the model's parameters; each is 4 bytes.
+        rounds: number of measured updates; there is a plain copy before each.
         ranks: training processes; with more than one the weights are gathered first.
         replicas: rollout processes.
         train: training backend.
         rollout: rollout backend.
-        runtime: what the rollout engine runs under, as `engine.runtime` in a config.
-        bucket_mib: most MiB to travel at once; 0: as in a run.
+        runtime: runtime of the rollout engine, as `engine.runtime` in a config.
+        bucket_mib: maximum MiB to send at once; 0: as in a run.
         device: `"cpu"` or `"cuda"`.
-        transport: between the two.
+        transport: weight transport between the two.
 
     Returns:
-        `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory in
-        use already by seconds of the transfer, from the first byte sent until the last replica has staged the last one,
-        checksums on both sides included; `gigabytes_per_second` of the transfer; `update_seconds`, the whole verified
-        update.
+        `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory that
+        is in use already by seconds of the transfer, from the first byte sent until the last replica has staged the
+        last byte, checksums on both sides included; `gigabytes_per_second` of the transfer; `update_seconds`, the whole
+        verified update.
     """
     model = WORK / f"model-{parameters}"
     count = write_model(model, parameters)
@@ -101,12 +101,12 @@ def measure(
 
 
 def paired(one: list[float], other: list[float]) -> float:
-    """Median over rounds of the one's seconds by the other's, in the same round."""
+    """Return the median over rounds of the ratio of the first seconds to the second, in the same round."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def rows(found: Seconds, gigabytes: float) -> dict[str, dict[str, float]]:
-    """The table's lines."""
+    """Return the table's lines."""
     named = {
         "plain copy": found.copy,
         "plain copy into fresh memory": found.fresh_copy,
@@ -136,7 +136,7 @@ def placed(
     device: str,
     transport: str,
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Start the workers of both roles and connect them; ends them on the way out."""
+    """Start the workers of both roles and connect them; end them on the way out."""
     from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
     from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
     from enginehouse.engines.model import ModelSpec
@@ -175,13 +175,13 @@ def placed(
 
 
 def bucket_options(bucket_mib: int) -> dict[str, int]:
-    """How `WeightSync` is told the size of buckets."""
+    """Return the options by which `WeightSync` gets the size of buckets."""
     from enginehouse.weights.buckets import BUCKET_BYTES
 
     return {"bucket_bytes": bucket_mib << 20 if bucket_mib else BUCKET_BYTES}
 
 
 def beside(env: dict[str, str]) -> dict[str, str]:
-    """`env` with this project's folder on the path: the workers' classes are in it."""
+    """Return `env` with this project's folder on the path, because it has the workers' classes."""
     paths = [path for path in (env.get("PYTHONPATH"), str(ROOT)) if path]
     return {**env, "PYTHONPATH": os.pathsep.join(paths)}

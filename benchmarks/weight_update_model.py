@@ -8,11 +8,11 @@ from pathlib import Path
 
 SHARD_BYTES = 256 << 20
 SMALL_PARAMETERS = 100_000_000
-"""Below this a model is narrower, too: else its vocabulary alone would be larger."""
+"""Below this size a model is narrower too, because its vocabulary would otherwise exceed the size."""
 
 
 def write_model(path: Path, parameters: int) -> int:
-    """Write a model of about `parameters` parameters, float32, unless it is there; returns how many it has."""
+    """Write a model of about `parameters` parameters, float32, unless it exists; return their exact number."""
     import torch
     from safetensors.torch import save_file
 
@@ -38,7 +38,7 @@ def write_model(path: Path, parameters: int) -> int:
 
 
 def describe(parameters: int) -> tuple[object, dict[str, object]]:
-    """The config of a model of about so many parameters, and the shape of each; its embedding is tied."""
+    """Return the config of a model of about `parameters` parameters and the parameters' shapes. Embeddings are tied."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -58,7 +58,7 @@ def describe(parameters: int) -> tuple[object, dict[str, object]]:
 
 
 def shards(shapes: dict[str, object]) -> Iterator[list[str]]:
-    """Names, in order, in groups of about `SHARD_BYTES`."""
+    """Yield names, in order, in groups of about `SHARD_BYTES`."""
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():

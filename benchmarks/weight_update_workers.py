@@ -1,4 +1,4 @@
-"""The workers of a run, which also say when an update's bytes left and when they were staged."""
+"""A run's workers, which also note when an update's bytes left and when they were staged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enginehouse.engines.weights import ArrivedSums
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 
 CHANGE = 1.0 + 2.0**-20
-"""Between updates every weight is multiplied by it, so that no old one passes for a new one."""
+"""Factor of every weight between updates, so that no old weight passes for a new one."""
 
 
 class TimedTrainWorker(TrainWorker):
@@ -27,7 +27,7 @@ class TimedTrainWorker(TrainWorker):
 
     @register
     async def began(self) -> float:
-        """When the last `send_weights` began, in seconds of a clock that all processes of the host share."""
+        """Return the start of the last `send_weights`, in seconds of a clock that all processes of the host share."""
         return self._began
 
     @register
@@ -39,13 +39,13 @@ class TimedTrainWorker(TrainWorker):
 
     @register
     def copy_seconds(self, fresh: bool) -> float:
-        """Seconds of a plain copy of this rank's weights, in memory that is in use already, or in fresh memory."""
+        """Return the seconds of a plain copy of this rank's weights, into memory in use or into fresh memory."""
         if not hasattr(self, "_copies"):
             self._copies = [tensor.clone() for tensor in self._own()]
         own = self._own()
         begun = time.perf_counter()
         if fresh:
-            kept = []  # so that no tensor gets the memory of the one before
+            kept = []  # so that no tensor gets the memory of the previous one
             for tensor in own:
                 kept.append(torch.empty_like(tensor).copy_(tensor))
         else:
@@ -68,5 +68,5 @@ class TimedRolloutWorker(RolloutWorker):
 
     @register(urgent=True)
     async def staged(self) -> float:
-        """When the last update was staged whole, by the same clock."""
+        """Return the time when the last update was completely staged, by the same clock."""
         return self._staged

@@ -1,6 +1,6 @@
-"""What the medium size of `benchmarks.grpo` trains on: random weights, prompts of made-up words, a reward for some.
+"""The task of the medium size of `benchmarks.grpo`: random weights, prompts of made-up words, a reward for some words.
 
-Nothing is to be learned: only what a step costs is looked at.
+There is nothing to learn, because only the cost of a step matters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def even_words(prompt: str, response: str, **columns: object) -> float:
-    """The part of a response's words that have even numbers.
+    """Return the fraction of a response's words that have even numbers.
 
     >>> even_words("w3 w4", "w8 w9 w10 w12")
     0.75
@@ -26,7 +26,7 @@ def even_words(prompt: str, response: str, **columns: object) -> float:
 
 
 def make(directory: Path, seed: int = 0) -> Path:
-    """Write `train.jsonl`, and `model`: Qwen3's shape, 19 million parameters, with a tokenizer; returns the model."""
+    """Write `train.jsonl`, and `model`: Qwen3's shape, 19 million parameters, with a tokenizer; return the model."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -54,7 +54,7 @@ def make(directory: Path, seed: int = 0) -> Path:
 
 
 def product_seconds(rows: int, new_tokens: int, model: Path, threads: int = 2) -> float:
-    """Seconds that the matrix products of generation take alone, attention's left out: the median of some tokens."""
+    """Return the seconds of generation's matrix products without attention, from the median of some tokens."""
     import statistics
     import time
 

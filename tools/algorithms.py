@@ -1,6 +1,6 @@
-"""The pages docs/algorithms.md, of every advantage and loss, and docs/comparisons.md, of whose code they agree with.
+"""Writes docs/algorithms.md, on every advantage and loss, and docs/comparisons.md, on the code they were compared with.
 
-`make algorithms` writes them from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
+`make algorithms` writes both from the records, the functions' docstrings, and the cases of verl's and TRL's code in
 `tests/rl/oracles/cases.json`.
 """
 
@@ -41,14 +41,14 @@ MEANS = {
     "sequence_mean_token_sum": ("seq-mean-token-sum", ""),
     "sequence_mean_token_sum_scaled": ("seq-mean-token-sum-norm", "dr_grpo"),
 }
-"""Ours, and what verl (`loss_agg_mode`) and TRL (`loss_type`) call it."""
+"""Our name, verl's (`loss_agg_mode`) and TRL's (`loss_type`)."""
 ELSEWHERE = {
     "process_rewards": "`rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
     "supervised": "`rl/test_losses.py`: torch's cross entropy",
     "weighted_logprob": "`rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
     "weighted_value": "`rl/test_losses.py`: `weighted_logprob`, of values",
 }
-"""Tests of advantages and losses that neither verl nor TRL has."""
+"""Tests of the advantages and losses that neither verl nor TRL has."""
 APART = """
 Where ours and theirs differ, on purpose:
 
@@ -72,7 +72,7 @@ Where ours and theirs differ, on purpose:
 
 
 def page() -> str:
-    """Return the text of the page of algorithms."""
+    """Return the text of docs/algorithms.md."""
     lines = [HEAD, "## Advantages\n", *_advantages(), "\n## Losses\n", *_losses(), "\n## Means\n"]
     lines += ["`aggregation` of a loss:\n", "| here | verl's `loss_agg_mode` | TRL's `loss_type` |", "|---|---|---|"]
     lines += [_row(f"`{ours}`", *(f"`{name}`" if name else "" for name in MEANS[ours])) for ours in AGGREGATIONS]
@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def compared_page() -> str:
-    """Return the text of the page of comparisons."""
+    """Return the text of docs/comparisons.md."""
     written = json.loads(CASES.read_text(encoding="utf-8"))
     return "\n".join([COMPARED_HEAD, *_compared(written)]) + "\n"
 
@@ -137,7 +137,7 @@ def _compared(written: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _records(kind: str) -> Iterator[Any]:
-    """Core's own records of a kind, by name."""
+    """Return core's own records of a kind, by name."""
     provided = (provider.record for provider in load_plugins(enabled=[]).providers() if provider.plugin.internal)
     return iter(sorted((record for record in provided if record.kind == kind), key=lambda record: record.name))
 

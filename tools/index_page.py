@@ -1,7 +1,7 @@
 """Write core/README.md, the page that a package index shows, from README.md.
 
-A package index has neither the files of the checkout nor a clone. So links become plain text, the picture goes, and so
-does every paragraph that speaks of a clone, with the block or list that it introduces.
+A package index has neither the files of the checkout nor a clone. Links therefore become plain text. The picture is
+dropped, and so is every paragraph about a clone, with the block or list that it introduces.
 
 python -m tools.index_page        # writes core/README.md
 """
@@ -18,7 +18,7 @@ PART = re.compile(r"```.*?^```|<picture>.*?</picture>|[^\n]+(?:\n[^\n]+)*", re.M
 
 
 def index_page(readme: str) -> str:
-    """Return the page of a package index for the text of README.md."""
+    """Return the page of a package index, made from the text of README.md."""
     parts: list[str] = []
     introduced = False
     for part in PART.findall(readme):

@@ -1,13 +1,13 @@
-"""Single lines of the code made wrong, each of which a quick test has to find.
+"""Single wrong lines of code, each of which a quick test has to find.
 
     python -m tools.mutants                # all of them: a few minutes
-    python -m tools.mutants a12 cosine     # those
+    python -m tools.mutants a12 cosine     # only these
 
-Each is a wrong result that nobody would see in a run: reviewers wrote them, to ask of the tests what they see. A line
-is replaced in a copy of its distribution's sources, which comes first on the path; the checkout stays as it is. It
-exits with 1 if one lives, or if its line or its test is not there any more.
+Each mutant gives a wrong result that nobody would see in a run. Reviewers wrote them, to test the tests. A line is
+replaced in a copy of its distribution's sources, which comes first on the path; the checkout stays unchanged. The exit
+code is 1 if a mutant survives, or if its line or its test no longer exists.
 
-The tests are run in processes that are forked from one that has imported what is not ours, and takes seconds to import.
+The tests run in forks of a process that has imported other packages, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Mutant:
     """A wrong line.
 
     Attributes:
-        name: as the review that wrote it calls it.
+        name: name in the review that wrote it.
         what: mistake that the line makes.
-        file: below the checkout.
-        old: the text that is replaced; it is there once.
+        file: path relative to the checkout.
+        old: text to replace, which occurs once in the file.
         new: text in its place.
-        tests: tests that have to find it, as pytest names them.
+        tests: tests that have to find the mistake, as pytest names them.
     """
 
     name: str
@@ -70,20 +70,20 @@ class Mutant:
 
     @property
     def sources(self) -> Path:
-        """The folder of its distribution that is on the path, below the checkout."""
+        """Folder of the mutant's distribution that is on the path, relative to the checkout."""
         parts = Path(self.file).parts
         return Path(*parts[: parts.index("src") + 1])
 
     @property
     def module(self) -> str:
-        """The module that it changes."""
+        """Module that the mutant changes."""
         return ".".join(Path(self.file).relative_to(self.sources).with_suffix("").parts)
 
     def applied(self, text: str) -> str:
-        """The file's text with the wrong line.
+        """Return the file's text with the wrong line.
 
         Raises:
-            ValueError: the line is not there once.
+            ValueError: the line does not occur exactly once.
         """
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"{self.name}: {self.file} has its text {count} times, and has to have it once")
@@ -546,7 +546,7 @@ MUTANTS = (
 
 
 def run(mutant: Mutant, log: Path) -> str:
-    """Run a mutant's tests in a process of its own.
+    """Run a mutant's tests in a separate process.
 
     Returns:
         "killed", "alive", or what is wrong with the mutant.
@@ -569,7 +569,7 @@ def run(mutant: Mutant, log: Path) -> str:
 
 
 def _test(mutant: Mutant, sources: Path, log: Path) -> None:
-    """Run its tests, in this process, which ends with pytest's exit code, or with 9 where another module was tested."""
+    """Run its tests in this process, which ends with pytest's exit code, or with 9 if another module was tested."""
     import pytest
 
     os.setsid()
@@ -587,7 +587,7 @@ def _test(mutant: Mutant, sources: Path, log: Path) -> None:
 
 
 def run_all(mutants: Sequence[Mutant], jobs: int) -> bool:
-    """Run mutants, so many at a time, and print a table; returns whether all were killed."""
+    """Run mutants, `jobs` at a time, and print a table; return True if all were killed."""
     for name in IMPORTED_BEFORE:
         importlib.import_module(name)
     logs = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -608,7 +608,7 @@ def run_all(mutants: Sequence[Mutant], jobs: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description="See whether quick tests find lines that are wrong.")
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(mutant.name for mutant in MUTANTS)])
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="so many at a time")

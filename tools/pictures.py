@@ -45,7 +45,7 @@ class Picture:
         self.height = max(self.height, round(y) + 8)
 
     def box(self, x: float, y: float, width: float, name: str, says: tuple[str, ...], fill: str) -> float:
-        """Draw a box as high as its text; returns where it ends."""
+        """Draw a box as high as its text; return where it ends."""
         height = 14 + 17 * (1 + len(says))
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height}" rx="6" fill="{fill}" '
@@ -66,7 +66,7 @@ class Picture:
         )
 
     def row(self, y: float, boxes: list[tuple[str, tuple[str, ...]]], fill: str, gap: float = 8) -> float:
-        """Draw boxes side by side over the whole width; returns where they end."""
+        """Draw boxes side by side over the whole width; return where they end."""
         width = (WIDTH - 20 - gap * (len(boxes) - 1)) / len(boxes)
         ends = [self.box(10 + at * (width + gap), y, width, *box, fill) for at, box in enumerate(boxes)]
         return max(ends)
@@ -79,7 +79,7 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         head = (
             '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0 0L8 4L0 8z" fill="{self.ink.line}"/></marker>'
@@ -99,7 +99,7 @@ class Picture:
 
 
 def house() -> Picture:
-    """The two storeys, the rooms of core, what stands on what, and the plugins beneath the contracts."""
+    """Draw the two storeys, core's packages and their imports, and the plugins below the contracts."""
     picture = Picture(
         "The two storeys of enginehouse: each row may import those below it; plugins stand on the contracts"
     )
@@ -138,7 +138,7 @@ def house() -> Picture:
 
 
 def step() -> Picture:
-    """One step of a run, from prompts to served weights."""
+    """Draw one step of a run, from prompts to served weights."""
     picture = Picture("One step: generate, score, judge, update, and weights verified before they are served")
     steps: list[tuple[str, tuple[str, ...], str]] = [
         ("feed", ("begins tasks, as far ahead", "as train.staleness allows"), BLUE),
@@ -173,7 +173,7 @@ def step() -> Picture:
 
 
 class Scheme(NamedTuple):
-    """The colours of the picture of the README, light or dark."""
+    """The colours of the README's picture, light or dark."""
 
     ink: Ink
     step: str
@@ -187,7 +187,7 @@ DARK = Scheme(Ink("#e6edf3", "#12171e", "#8b949e"), "#1f3a5f", "#1b222c", "#4d3f
 
 
 def loop(scheme: Scheme = LIGHT) -> Picture:
-    """Draw the training loop with its two sockets, readable when it is shrunk to the width of a phone."""
+    """Draw the training loop with its two sockets, readable when it is shrunk to a phone's width."""
     picture = Picture(
         "Prompts go to a rollout engine, responses to a reward, and scored responses to a training engine; its new "
         "weights are verified before the rollout engine uses them. A controller runs the loop.",

@@ -1,10 +1,10 @@
-"""Make a release of all distributions, check it, and, as a step of its own, upload it.
+"""Make a release of all distributions, check it, and, in a separate step, upload it.
 
     python -m tools.release set 0.2.0       # writes the version and the ranges of first-party dependencies
     python -m tools.release build 0.2.0     # dist/0.2.0: wheels, sdists, notes, hashes, bill of materials
     python -m tools.release upload 0.2.0 --confirm 0.2.0
 
-Building, the checks of a package index and the upload are those of `build`, `twine` and `check-wheel-contents`.
+Packages `build`, `twine` and `check-wheel-contents` build, check and upload.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MATERIALS = "sbom.cdx.json"
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)((?:a|b|rc)\d+)?")
 OURS = re.compile(r"\b(enginehouse(?:-[a-z]+)?)((?:>=|<|==|~=)[^\"'\];]*)")
 LONGEST = 900.0
-"""Seconds that a tool may take."""
+"""Time limit of a tool, in seconds."""
 LINK_BESIDE = re.compile(r"\]\((?!https?:|#)")
 
 
@@ -44,22 +44,22 @@ class ReleaseError(Exception):
 
 
 def projects(root: Path = ROOT) -> dict[str, Path]:
-    """The folder of each distribution of the checkout, by name; core first."""
+    """Return the folder of each distribution of the checkout by name, core first."""
     files = [root / "core" / "pyproject.toml", *sorted(root.glob("plugins/*/pyproject.toml"))]
     return {tomllib.loads(file.read_text())["project"]["name"]: file.parent for file in files}
 
 
 def range_of(version: str) -> str:
-    """The range in which first-party distributions take each other: releases of one minor version fit together.
+    """Return the range in which first-party distributions require each other: releases of one minor version.
 
-    That of a release candidate begins with itself, as `>=0.2` does not contain 0.2.0rc1.
+    The range of a release candidate begins with the candidate, because `>=0.2` does not contain 0.2.0rc1.
     """
     major, minor, is_candidate = _parsed(version)
     return f">={version if is_candidate else f'{major}.{minor}'},<{major}.{minor + 1}"
 
 
 def out_of_step(version: str, root: Path = ROOT) -> list[str]:
-    """Return a line for each place in the checkout that does not have this version; empty if all have it."""
+    """Return a line for each place in the checkout without this version; empty if all have it."""
     wanted = range_of(version)
     found = []
     if (said := _init(root).read_text()) and f'__version__ = "{version}"' not in said:
@@ -78,9 +78,9 @@ def out_of_step(version: str, root: Path = ROOT) -> list[str]:
 
 
 def set_version(version: str, root: Path = ROOT) -> None:
-    """Write the version and the ranges into every distribution, and that the contract is published with it.
+    """Write the version and the ranges into every distribution, and record that the contract is published with it.
 
-    Changelogs are left to people.
+    People edit the changelogs.
     """
     wanted = range_of(version)
     for folder in projects(root).values():
@@ -94,7 +94,7 @@ def set_version(version: str, root: Path = ROOT) -> None:
 
 
 def notes(version: str, root: Path = ROOT) -> str:
-    """The release's notes: the section of each changelog."""
+    """Return the release's notes: the version's section of each changelog."""
     parts = [f"# enginehouse {version}"]
     parts += [f"## {name}\n\n{_section(folder / 'CHANGELOG.md', version)}" for name, folder in projects(root).items()]
     return "\n\n".join(parts) + "\n"
@@ -105,12 +105,12 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
 
     Args:
         version: version that every distribution must have.
-        out: the folder; made.
+        out: the folder, which is created.
         root: the checkout.
         uncommitted: True if sources may differ from the last commit.
 
     Raises:
-        ReleaseError: something is out of step or uncommitted, git fails, or what was built fails a check.
+        ReleaseError: versions differ, changes are uncommitted, git fails, or an archive fails a check.
     """
     if wrong := out_of_step(version, root):
         raise ReleaseError(_lines(f"not all is {version}; `make version VERSION={version}` writes it:", wrong))
@@ -119,7 +119,7 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
     if out.exists() and any(out.iterdir()):
         raise ReleaseError(f"{out} is not empty: remove it to build {version} anew")
     out.mkdir(parents=True, exist_ok=True)
-    # The time of the commit stands in the archives, so a second build of it has the same hashes.
+    # The archives contain the commit's time, so that a second build of it has the same hashes.
     try:
         seconds = _git(root, "log", "-1", "--format=%ct")
     except ReleaseError:
@@ -136,10 +136,10 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
 
 
 def check(out: Path, root: Path = ROOT) -> None:
-    """Check wheels and sdists as a package index does, and for what only we know.
+    """Check wheels and sdists as a package index does, and for faults that only this project knows.
 
     Raises:
-        ReleaseError: with all that our own checks found.
+        ReleaseError: the message has everything that the project's own checks found.
     """
     wheels, sources = _archives(out)
     names = set(projects(root))
@@ -192,15 +192,15 @@ def faults_of_source(path: Path, licence: bytes) -> list[str]:
 
 
 def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
-    """The bill of materials (CycloneDX): what these distributions need, in the versions of this Python environment.
+    """Return the bill of materials (CycloneDX): what these distributions need, in this environment's versions.
 
-    What an engine with a runtime of its own brings there is not in it.
+    It does not list what engines with their own runtimes need there.
     """
     said = _run("cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", sys.executable)
     bill: dict[str, Any] = json.loads(said)
     needed = needed_by(folders)
     bill["components"] = [part for part in bill["components"] if canonicalize_name(part["name"]) in needed]
-    for component in bill["components"]:  # an editable installation says where it lies
+    for component in bill["components"]:  # an editable installation names its folder
         places = [place for place in component.get("externalReferences", []) if not place["url"].startswith("file:")]
         component["externalReferences"] = places
         if component["name"] in folders:
@@ -215,7 +215,7 @@ def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
 
 
 def needed_by(names: Iterable[str]) -> set[str]:
-    """The distributions installed here that these need, themselves among them, without what only extras bring."""
+    """Return the installed distributions that these need, with themselves, but without those of extras."""
     found: set[str] = set()
     left = [(canonicalize_name(name), "") for name in names]
     seen = set(left)
@@ -223,7 +223,7 @@ def needed_by(names: Iterable[str]) -> set[str]:
         name, extra = left.pop()
         try:
             requirements = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:  # for another platform, or of an extra that is not installed
+        except metadata.PackageNotFoundError:  # for another platform, or an extra that is not installed
             continue
         found.add(name)
         for needed in map(Requirement, requirements):
@@ -235,11 +235,11 @@ def needed_by(names: Iterable[str]) -> set[str]:
 
 
 def upload(version: str, out: Path, confirmed: str | None, root: Path = ROOT, arguments: Sequence[str] = ()) -> None:
-    """Upload what `build` made, unchanged; to where twine's own settings say.
+    """Upload unchanged what `build` made, to the index in twine's own settings.
 
     Raises:
-        ReleaseError: without the version as confirmation, for files that are not those of the hashes, and while a
-            changelog says that the version is unreleased.
+        ReleaseError: the confirmation is not the version, files differ from their hashes, or a changelog says that the
+            version is unreleased.
     """
     if confirmed != version:
         raise ReleaseError(f"an upload cannot be taken back; to do it, say CONFIRM={version}")
@@ -267,7 +267,7 @@ def _init(root: Path) -> Path:
 
 
 def _parsed(version: str) -> tuple[int, int, bool]:
-    """Major and minor version, and whether it is one before a release."""
+    """Return major and minor version, and True for a release candidate."""
     if not (found := VERSION.fullmatch(version)):
         raise ReleaseError(f"{version!r} is no version of ours, such as 0.2.0 or 0.2.0rc1")
     return int(found[1]), int(found[2]), found[4] is not None
@@ -291,7 +291,7 @@ def _git(root: Path, *arguments: str) -> str:
     """Return git's output.
 
     Raises:
-        ReleaseError: it fails, as where the checkout is not git's.
+        ReleaseError: git fails, for example outside of a git checkout.
     """
     try:
         ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
@@ -319,7 +319,7 @@ def _lines(head: str, lines: Iterable[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("set", "build", "upload"):

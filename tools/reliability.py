@@ -1,7 +1,7 @@
-"""Pages that `make reliability` writes from tests: docs/reliability.md, of faults, and docs/plugins/bad-plugins.md.
+"""Writes docs/reliability.md, on faults, and docs/plugins/bad-plugins.md from tests: `make reliability`.
 
-A page has one row for each test with its marker. Tests are read, not run: a marker holds literal strings only, so that
-the pages are made where no engine is installed.
+A page has one row for each test with its marker. Tests are read, not run. A marker holds only literal strings, so that
+no engine has to be installed to write the pages.
 """
 
 import ast
@@ -20,8 +20,8 @@ class Page(NamedTuple):
         marker: marker of the tests that are its rows.
         columns: headings, by the marker's keyword.
         head: text before the rows.
-        area: the keyword by which rows are grouped under headings; empty: they stand in one table.
-        tests_last: True if the tests stand in a list at the end, not in a column.
+        area: keyword by which rows are grouped under headings; empty: one table.
+        tests_last: True if the tests are in a list at the end instead of a column.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Page(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def _rows(self) -> list[dict[str, str]]:
-        """Every row, by area, then by the place of its test."""
+        """Return every row, by area, then by the place of its test."""
         found = [row for path in sorted((ROOT / "tests").rglob("test_*.py")) for row in self._rows_of(path)]
         return sorted(found, key=lambda row: row.get(self.area, ""))
 

@@ -1,10 +1,10 @@
-"""Hooks of mkdocs: what the site has beside the pages in docs/.
+"""Hooks of mkdocs: what the site adds to the pages in docs/.
 
-- Pages that lie elsewhere in the checkout (README.md, those of the plugins and examples) are taken in; the one of the
+- It includes pages from elsewhere in the checkout (README.md, and pages of plugins and examples). The page of the
   command line is made of the commands.
 - A link to a file that is no page becomes text with the file's path.
-- A page that moved leaves one that leads to its new address.
-- The mark of a command block, which says what test runs it, is taken from its first line (tests/docs/test_commands.py).
+- A page at the old address of a moved page leads to the new address.
+- The mark of a command block, which names the test that runs it (tests/docs/test_commands.py), is removed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TAKEN_IN = {
     f"backends/{path.parent.name}.md": f"plugins/{path.parent.name}/README.md"
     for path in ROOT.glob("plugins/*/README.md")
 }
-"""Places in the checkout of pages of the site that are not in docs/."""
+"""Places in the checkout of the site's pages that are not in docs/."""
 
 MOVED = {"newcomers.html": "concepts.html", "contract.html": "contract/index.html"}
-"""Pages of the site that went, and where what they held begins now."""
+"""Old addresses of pages, and the page where their content begins now."""
 
 COMMAND_LINE = """\
 # Command line
@@ -50,7 +50,7 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
 """
 
 PAGE_NAME = re.compile(r"(?<![\w/(\[`])(?:docs/[\w/-]+|plugins/\w+/README)\.md\b")
-"""A page named in running text, as in READMEs of plugins, whose links would lead nowhere on a package index."""
+"""A page named in running text, as in READMEs of plugins, whose links would be dead on a package index."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r'\b(src|srcset)="([^":]+)"')
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)
@@ -58,7 +58,7 @@ BLOCK = re.compile(r"(^ *```(?!`).*?^ *```[ ]*$)", re.M | re.S)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Take in the pages that lie outside of docs/."""
+    """Include the pages that are outside of docs/."""
     for page, source in TAKEN_IN.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=COMMAND_LINE))
@@ -66,26 +66,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Lead the addresses of pages that moved to their new ones."""
+    """Write pages that lead from old addresses to new ones."""
     for old, new in MOVED.items():
         text = f'<!doctype html><meta http-equiv="refresh" content="0; url={new}"><a href="{new}">{new}</a>\n'
         Path(config.site_dir, old).write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to where their targets are on the site, and take the marks from command blocks."""
+    """Point links to their targets on the site, and remove the marks of command blocks."""
     return for_the_site(
         markdown, page.file.src_uri, {file.src_uri for file in files if not file.inclusion.is_excluded()}
     )
 
 
 def for_the_site(markdown: str, page: str, on_site: set[str]) -> str:
-    """The text of a page as the site shows it.
+    """Return the text of a page as the site shows it.
 
     Args:
-        markdown: as it stands in the checkout.
-        page: its path on the site.
-        on_site: the paths of all files of the site.
+        markdown: text in the checkout.
+        page: path of the page on the site.
+        on_site: paths of all files of the site.
     """
     parts = BLOCK.split(markdown)
     if page in TAKEN_IN:
@@ -104,10 +104,10 @@ def _link(found: re.Match[str], page: str, on_site: set[str]) -> str:
     source = TAKEN_IN.get(page, f"docs/{page}")
     there = normpath(str(PurePosixPath(source).parent / path))
     if uri := _on_site(there, on_site):
-        words = _title(uri) if re.fullmatch(r"[\w./-]+/[\w./-]+", words) else words  # a path says little there
+        words = _title(uri) if re.fullmatch(r"[\w./-]+/[\w./-]+", words) else words  # a path means little there
         return f"{picture}[{words}]({relpath(uri, str(PurePosixPath(page).parent))}{'#' * bool(anchor)}{anchor})"
     if not (ROOT / there).exists() or picture:
-        return found[0]  # mkdocs says that it leads nowhere
+        return found[0]  # mkdocs reports that it is dead
     return words if words.strip("`").endswith(PurePosixPath(there).name) else f"{words} (`{there}`)"
 
 
@@ -120,13 +120,13 @@ def _picture(found: re.Match[str], page: str, on_site: set[str]) -> str:
 
 
 def _title(uri: str) -> str:
-    """The first heading of a page of the site."""
+    """Return the first heading of a page of the site."""
     text = (ROOT / TAKEN_IN.get(uri, f"docs/{uri}")).read_text(encoding="utf-8")
     return text.partition("# ")[2].partition("\n")[0]
 
 
 def _on_site(path: str, on_site: set[str]) -> str | None:
-    """Return the page or file of the site that is made of a path of the checkout."""
+    """Return the page or file of the site that is made from a path of the checkout."""
     pages = {source: page for page, source in TAKEN_IN.items()}
     for source in (path, f"{path}/README.md"):
         if source in pages:

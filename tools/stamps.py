@@ -1,6 +1,6 @@
-"""Say which figures of the checkout are of older code: each says its commit first, and its code may have changed since.
+"""Say which figures in the checkout were measured with older code than there is now, by the commits that they name.
 
-python -m tools.stamps        # a line each; it never fails, as an old figure is no error
+python -m tools.stamps        # one line each; it never fails, because an old figure is no error
 """
 
 import json
@@ -28,7 +28,7 @@ MEASURES = {
     "benchmarks/results/transports.json": ("core/src/enginehouse/weights",),
     "benchmarks/results/weight_update.json": ENGINES,
 }
-"""The code that each measures; of a result that is not among them it is `LOOP`."""
+"""The code that each figure measures; a result that is not listed here measures `LOOP`."""
 
 
 def stale(root: Path = ROOT) -> Iterator[str]:

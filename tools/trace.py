@@ -1,8 +1,8 @@
-"""Trace one step of the quickstart: what of ours it enters, and how deep the model's forward lies under the command.
+"""Trace one step of the quickstart: our functions that it enters, and how deep a model's forward is below the command.
 
 python -m tools.trace        # `make trace`; nothing is kept
 
-The run is inline, so that all is in one process. Its model is random: what a step enters does not depend on rewards.
+The run is inline, in one process. Its model is random, because rewards do not change what a step enters.
 """
 
 import argparse
@@ -21,27 +21,27 @@ _OURS = re.compile(rf"{re.escape(str(ROOT))}/(?:core|plugins/\w+)/src/(\w+)/")
 
 @functools.cache
 def package_of(file: str) -> str:
-    """Return the package of ours that a source file is of, as `enginehouse_torch`; empty if it is none of ours."""
+    """Return our package that a source file belongs to, such as `enginehouse_torch`; empty if it is not ours."""
     match = _OURS.match(file)
     return match[1] if match else ""
 
 
 def class_of(code: CodeType) -> str:
-    """Return the class that a method is written in; empty for what is no method."""
+    """Return the class of a method; empty if the code is no method."""
     match = re.match(r"(\w+)\.(?!<locals>)", code.co_qualname)
     return match[1] if match else ""
 
 
 class Trace:
-    """Notes which functions of ours are entered during a call, in all threads that were started within.
+    """Notes which of our functions are entered during a call, in all threads that were started within it.
 
     Args:
-        function: name of the function whose call is traced; the outermost, where it calls another of that name.
-        argument: the name and the value of an argument that tells the call from others.
+        function: name of the function whose call is traced; of nested calls, the outermost.
+        argument: name and value of an argument that tells the call from others.
 
     Attributes:
         entered: the functions that the call entered.
-        frames: the functions of ours that waited, outermost first, when the call's thread first called a model.
+        frames: our functions on the stack, outermost first, when the call's thread first called a model.
     """
 
     def __init__(self, function: str, argument: tuple[str, object]):
@@ -77,7 +77,7 @@ class Trace:
             self.frames = _waiting(frame)  # torch.nn.Module's
 
     def table(self) -> str:
-        """Return the figures as text, a line a package."""
+        """Return the figures as text, one line per package."""
         lines = [f"{'':<24}{'files':>7}{'classes':>9}{'functions':>11}{'lines of the files':>20}"]
         packages = sorted({package_of(code.co_filename) for code in self.entered})
         for name in (*packages, "all"):
@@ -90,14 +90,14 @@ class Trace:
 
 
 def _waiting(frame: FrameType | None) -> list[CodeType]:
-    """Return the functions of ours under a frame, outermost first."""
+    """Return our functions on the stack of a frame, outermost first."""
     if frame is None:
         return []
     return _waiting(frame.f_back) + [frame.f_code] * bool(package_of(frame.f_code.co_filename))
 
 
 def main() -> None:
-    """Run the quickstart to a step, and print what that entered."""
+    """Run the quickstart up to a step, and print what that step entered."""
     parser = argparse.ArgumentParser(description="Trace one step of the quickstart.")
     parser.add_argument("--step", type=int, default=4, help="which step, from 1")
     step = parser.parse_args().step

@@ -1,4 +1,4 @@
-"""Check the part of the project's English that a program can: how docstrings begin, and no name that says nothing.
+"""Check the part of the project's English that a program can check: beginnings of docstrings, and empty names.
 
 python -m tools.wording        # a line for each finding; fails if there is one
 """
@@ -15,7 +15,7 @@ SOURCES = ("core/src", "plugins/*/src", "tools")
 CLAUSE = re.compile(r"\s*(What|Whether|How|Where|Which|Who|When|Whose)\b")
 """First words of a clause, which states neither an action nor a thing."""
 ENTRY = re.compile(r"^ +\*{0,2}(\w+): (of|what|whether|how|where|which|who|when|whose)\b", re.MULTILINE | re.IGNORECASE)
-"""An entry of Args or Attributes that begins with a clause, or with what belongs behind a noun."""
+"""An entry of Args or Attributes that begins with a clause, or with words that need a noun before them."""
 
 
 def check_tree(root: Path = ROOT) -> Iterator[str]:
@@ -39,7 +39,7 @@ def check_source(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield docstrings: those that Python knows, and strings that stand below a name."""
+    """Yield docstrings: those that Python knows, and strings below an assignment."""
     body = getattr(node, "body", None)
     if isinstance(body, list):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -52,7 +52,7 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _names(node: ast.AST) -> Iterator[str | None]:
-    """Yield the names that a node gives to something."""
+    """Yield the names that a node assigns."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
             yield name

@@ -1,7 +1,7 @@
 """`make contract`: write `surface.json`, the pages in docs/contract/ and the file that `plugins doctor` reads.
 
-It rejects a change that would break plugins. To accept one, give the address (or a pattern, as in a shell) of a name
-whose change breaks no plugin: `python -m tools.contract enginehouse.engines.Mesh.of`.
+It rejects a change that would break plugins. To accept a change that breaks no plugin, give the name's address (or a
+pattern, as in a shell): `python -m tools.contract enginehouse.engines.Mesh.of`.
 """
 
 import json
@@ -13,7 +13,7 @@ from tools.contract.surface import PROMISED, RAISED, SNAPSHOT, entry_of, kept, p
 
 
 def main(accepted: list[str]) -> str:
-    """Write the files. Returns why they cannot be written, or an empty text."""
+    """Write the files. Return the reason why they cannot be written, or an empty text."""
     before, today = kept(), surface()
     names = before.get("names", {})
     addresses = [name for name in {**names, **today} if any(fnmatchcase(name, pattern) for pattern in accepted)]

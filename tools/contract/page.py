@@ -25,7 +25,7 @@ CHECKED = {
     "enginehouse.plugin.Loss": "loss",
     "enginehouse.plugin.Reward": "reward",
 }
-"""Names that have a suite, and the kind of record that `enginehouse certify` knows each suite by."""
+"""Names that have a suite, and the kind by which `enginehouse certify` knows that suite."""
 OLD = "enginehouse.rl."
 """Beginning of the addresses that moved to `enginehouse_rl`. A table lists them, without their descriptions."""
 INDEX = """\
@@ -68,13 +68,7 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page of the contract.
-
-    Attributes:
-        title: First heading.
-        about: Sentence on what the page contains.
-        sections: Its sections, in order.
-    """
+    """A page of the contract; `about` is a sentence on its content."""
 
     title: str
     about: str
@@ -179,7 +173,7 @@ PAGES = {
 
 
 def pages(snapshot: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the text of every page by its file."""
+    """Return the text of every page, by its file."""
     since = {address: entry["since"] for address, entry in snapshot["names"].items()}
     version, placed = snapshot["contract"], _placed()
     texts = {FOLDER / "index.md": "\n".join(_index(version, placed, since))}
@@ -277,7 +271,7 @@ def _entry(address: str, since: Mapping[str, str]) -> Iterator[str]:
 
 
 def _code(short: str, says: str) -> str:
-    """Return a signature, or a constant with its type and value, as source has it."""
+    """Return a signature, or a constant with its type and value, as the source writes it."""
     if says.startswith("async "):
         return f"async {short}{says.removeprefix('async ')}"
     return f"{short}{says}" if is_function(says) else f"{short}: {says}".replace(": =", " =")
@@ -309,7 +303,7 @@ def _checks(kind: str) -> Iterator[str]:
 
 
 def _described(name: Name) -> Any:
-    """Yield a docstring as Markdown. Returns its descriptions of attributes, by name."""
+    """Yield a docstring as Markdown. Return its descriptions of attributes, by name."""
     described: dict[str, str] = {}
     docstring = griffe.Docstring(inspect.cleandoc(name.text))
     for section in docstring.parse("google", warnings=False, returns_named_value=False):

@@ -1,7 +1,7 @@
-"""Reads the names that plugins may count on from the source, and compares them with those of a contract version.
+"""Reads the names that plugins may rely on from the source, and compares them with those of a contract version.
 
-Public is what a module of `PACKAGES` lists in `__all__`, and every hook. `make contract` keeps it in `surface.json`,
-with the version each name came in.
+Every hook is public, and every name that a module of `PACKAGES` lists in `__all__`. `make contract` writes the names to
+`surface.json`, with the version that introduced each.
 """
 
 import ast
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SNAPSHOT = ROOT / "tests" / "contract" / "surface.json"
 HOOKS = "enginehouse.plugin.hookspecs"
 PROMISED = ROOT / "core" / "src" / "enginehouse" / "plugin" / "promised.json"
-"""The names alone, by module: what `enginehouse plugins doctor` holds a plugin's imports against."""
+"""The names by module, with which `enginehouse plugins doctor` compares a plugin's imports."""
 PACKAGES = (
     "enginehouse.plugin",
     "enginehouse.engines",
@@ -44,22 +44,22 @@ NOT_FOR_PLUGINS = {
         "PromptDataset", "PromptSampler", "Sampler", "WireVersionError", "balance",
     ),
 }  # fmt: skip
-"""Names that modules list for programs that load plugins or read data, which are not promised."""
+"""Names in `__all__` that are not promised, because they are for programs that load plugins or read data."""
 
 RAISED = "the contract was raised: `make contract`"
-"""All that is left to do."""
+"""The finding if only the files have to be written."""
 
 IMPLEMENTED = (
     "OffloadsState", "RolloutEngine", "SavesInBackground", "TrainEngine", "TrainsAdapters", "TransportSession",
     "WeightSource", "WeightTransport", "Environment", "Tracker", "SavedOptimizer",
 )  # fmt: skip
-"""Protocols that plugins implement: a further method or argument breaks those there are."""
+"""Protocols that plugins implement, so that an additional method or argument breaks existing plugins."""
 
 NOT_PROMISED = ("__post_init__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
-"""Special methods that are how a class does things, not what is done with it."""
+"""Special methods that say how a class works, not what it offers."""
 
 NOT_MEANT = {"Field": ("description",), "field": ("metadata",), "hookspec": ("warn_on_impl", "warn_on_impl_args")}
-"""Arguments of calls that describe, or deprecate, and change nothing for a plugin."""
+"""Arguments of calls that only describe or deprecate, and change nothing for a plugin."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Name:
     """One promised name.
 
     Attributes:
-        says: its signature, or its type and default; for a class, its base classes.
+        says: signature, or type and default; for a class, its base classes.
         arguments: each argument of a function, as written.
-        text: its docstring.
-        owner: the class of a member; else empty.
-        decorators: its decorators, as written. The arguments of a dataclass are its member `__init__`.
-        defined: Address of its definition.
+        text: docstring.
+        owner: class of a member; else empty.
+        decorators: decorators, as written. The arguments of a dataclass are its member `__init__`.
+        defined: address of the definition.
     """
 
     says: str
@@ -85,7 +85,7 @@ class Name:
 
 @functools.cache
 def surface() -> dict[str, Name]:
-    """All promised names by address, as they are in the source today."""
+    """Return all promised names by address, as they are in the source today."""
     sources = [ROOT / "core" / "src", *sorted(ROOT.glob("plugins/*/src"))]
     loader = griffe.GriffeLoader(search_paths=[str(path) for path in sources])
     for top in dict.fromkeys(package.partition(".")[0] for package in PACKAGES):
@@ -95,7 +95,7 @@ def surface() -> dict[str, Name]:
 
 
 def names_of(packages: Iterable[griffe.Module]) -> dict[str, Name]:
-    """Return the promised names of packages and their modules, including names that only `moved` still gives."""
+    """Return the promised names of packages and their modules, including names that only `moved` still provides."""
     found: dict[str, Name] = {}
     for package in packages:
         for module in _modules(package):
@@ -110,7 +110,7 @@ def names_of(packages: Iterable[griffe.Module]) -> dict[str, Name]:
 
 
 def changes(before: Mapping[str, Any], today: Mapping[str, Name]) -> tuple[list[str], list[str]]:
-    """Return the additions to a snapshot's names, and the breaking changes of them, a line each."""
+    """Return the additions to a snapshot's names, and the breaking changes to them, one line each."""
     added = [address for address in today if address not in before and not _breaks(address, today, before)]
     broken = [f"{address} is new, and plugins that there are lack it" for address in today
               if address not in before and _breaks(address, today, before)]  # fmt: skip
@@ -156,9 +156,9 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the snapshot to keep: earlier names keep the version they came in.
+    """Return the snapshot to keep. Names that it had keep their version.
 
-    What came in after the version that was last published (`make version` writes which) may still change.
+    Names that came after the last published version (which `make version` writes) may still change.
     """
     known, version = before.get("names", {}), ".".join(map(str, CONTRACT))
     names: dict[str, dict[str, Any]] = {}
@@ -169,7 +169,7 @@ def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[st
 
 
 def promised(today: Mapping[str, Name]) -> str:
-    """The text of `PROMISED`."""
+    """Return the text of `PROMISED`."""
     found: dict[str, list[str]] = {}
     for address, name in sorted(today.items()):
         if not name.owner:
@@ -189,7 +189,7 @@ def is_function(says: str) -> bool:
 
 
 def kept() -> dict[str, Any]:
-    """Return the snapshot that is kept."""
+    """Return the stored snapshot."""
     return json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.exists() else {}
 
 
@@ -215,7 +215,7 @@ def _names(address: str, found: Any) -> Iterator[tuple[str, Name]]:
 
 
 def _moved(module: Any) -> dict[str, str]:
-    """Return the names that a module gives only by `moved`, and the address that each leads to."""
+    """Return the names that a module provides only by `moved`, and the address that each leads to."""
     value: Any = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
     if not isinstance(value, griffe.ExprCall) or str(value.function) != "moved":
         return {}
@@ -264,7 +264,7 @@ def _argument(parameter: Any) -> str:
 
 
 def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) -> bool:
-    """Return True if existing plugins would have to have or give a further name, such as a method or a field."""
+    """Return True if existing plugins would have to provide a new name, such as a method or a field."""
     name = today[address]
     if name.owner not in before:
         return False
@@ -273,12 +273,12 @@ def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) 
     if address.endswith(".__init__"):
         return not all(map(_optional, name.arguments))
     field_without = not is_function(name.says) and not name.says.startswith("property: ") and " = " not in name.says
-    told_by_init = f"{name.owner}.__init__" in before  # which has the new field as an argument
+    told_by_init = f"{name.owner}.__init__" in before  # it has the new field as an argument
     return field_without and not told_by_init and "Protocol" not in today[name.owner].says
 
 
 def _only_more(address: str, entry: Mapping[str, Any], name: Name) -> bool:
-    """Return True if a function only takes further arguments: last or by keyword, with defaults; a hook takes any."""
+    """Return True if a function only accepts more arguments: last or by keyword, with defaults; for a hook, any."""
     before, now, said = entry.get("arguments", []), list(name.arguments), entry["says"]
     if not (is_function(said) and is_function(name.says)) or name.owner.rpartition(".")[2] in IMPLEMENTED:
         return False

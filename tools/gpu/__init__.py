@@ -1,1 +1,1 @@
-"""All that needs a GPU, on one: `make test-gpu`. What each step is stands in `steps`, how it is run in `running`."""
+"""`make test-gpu`: everything that needs a GPU. `steps` says what each step is, and `running` runs the steps."""

@@ -1,4 +1,4 @@
-"""Run all that needs a GPU, on one: `make test-gpu`. What came of it goes to `benchmarks/results/gpu/DEVICE.json`.
+"""Run everything that needs a GPU: `make test-gpu`. The results go to `benchmarks/results/gpu/DEVICE.json`.
 
     python -m tools.gpu                                    # all steps, in at most 45 minutes
     python -m tools.gpu --model path/to/Qwen3-0.6B         # real weights; unset: random ones of its shapes
@@ -6,10 +6,10 @@
     python -m tools.gpu --bare --out OUT                   # on a machine with a card, torch, and not much else
     python -m tools.gpu --rehearse                         # all steps small on a CPU: whether they can fail, and pass
 
-A step is a command that anyone can run, what it needs, the longest it may take, and what its figures have to be; what
-is left of the time bounds it too. `--prepare` makes what they begin from, and runs none. The file is written anew after
-each step, so that nothing is lost however it ends. Exit codes: 0 every step that was asked for passed (with `--bare`:
-every one whose needs are there); 1 one did not, or no time was left for it; 2 there is no GPU here, or no such step.
+A step is a command that anyone can run, with the modules it needs, a time limit and the accepted range of its figures.
+The time left for all steps limits it too. `--prepare` only makes the steps' model and data. The results are written
+again after each step, so that nothing is lost. Exit codes: 0 every chosen step passed (with `--bare`: every one
+whose needs are met); 1 a step failed, or no time was left for it; 2 there is no GPU here, or no such step.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MINUTES = 45.0
 
 
 def make_model(path: Path, size: Size) -> None:
-    """Write random weights of the shapes of Qwen3-0.6B, or of a tiny model, whose tokens are characters."""
+    """Write a model with random weights, of the shapes of Qwen3-0.6B or tiny; its tokens are characters."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -59,7 +59,7 @@ def make_model(path: Path, size: Size) -> None:
 
 
 def prepare(size: Size) -> None:
-    """Make what the steps begin from: prompts, and, unless it is there, the model."""
+    """Make the steps' prompts and, unless it exists, the model."""
     from enginehouse_recipes.sorting import make_data
 
     WORK.mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,7 @@ print(json.dumps({"device": one.name, "gib": round(one.total_memory / 2**30, 1),
 
 
 def interpreters() -> dict[str, dict[str, Any]]:
-    """Return what each Python environment here sees of the GPU: this one's, and those of the runtimes; none where it
-    sees none. Environments whose NCCL differs cannot be in one NCCL group."""
+    """Return what this Python environment and each runtime see of the GPU; an NCCL group needs the same NCCL in all."""
     from enginehouse.runtimes.store import runtimes_folder
 
     found = {}
@@ -92,7 +91,7 @@ def interpreters() -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="directory of Qwen3-0.6B; unset: random weights of its shapes")
     parser.add_argument("--step", action="append", metavar="NAME", help="only this step; may be repeated")

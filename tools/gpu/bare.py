@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p tools.gpu.bare`) that hides what a bare machine lacks, where tests are collected too."""
+"""A pytest plugin (`-p tools.gpu.bare`) that hides modules that a bare machine lacks, even while collecting tests."""
 
 import sys
 from importlib.abc import MetaPathFinder

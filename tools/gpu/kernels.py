@@ -1,10 +1,10 @@
-"""Packed attention beside padded: logprobs and gradients of two layers, for heads of the sizes that real models have.
+"""Compares packed with padded attention: logprobs and gradients of two layers, for heads of the sizes of real models.
 
     python -m tools.gpu.kernels --device cuda --tokens 253 1410 9000 --heads 64 128 --out kernels.json
 
-Padded rows in float32 are what is right. Float32 has to come near them. In bfloat16 the padded rows say how much
-rounding there is: `by padded` is how many times as far off packed ones are. On a CPU `tests/packed_attention.py` plays
-the kernels' part.
+The reference is padded rows in float32, and packed rows in float32 must come near it. In bfloat16 the padded rows say
+how much rounding there is: `by padded` says how many times as far off packed rows are. On a CPU
+`tests/packed_attention.py` stands in for the kernels.
 """
 
 import argparse
@@ -35,10 +35,10 @@ Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 def model_of(head: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a model of two layers and four heads of a size, of which two share keys; the same weights every time."""
+    """Return a model of two layers with four heads of size `head`, of which two share keys; always the same weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    cls: Any = Qwen3Config  # its stub does not know `head_dim`
+    cls: Any = Qwen3Config  # its stub lacks `head_dim`
     config = cls(
         vocab_size=VOCABULARY, hidden_size=4 * head, intermediate_size=8 * head, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=16384,
@@ -49,7 +49,7 @@ def model_of(head: int, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def batch_of(tokens: int) -> Batch:
-    """Return groups of rows that begin with one prompt each, of about so many tokens in all, and of many lengths."""
+    """Return groups of rows that each begin with one prompt, of many lengths and about `tokens` tokens in all."""
     draw = np.random.default_rng(tokens)
     longest = max(8, tokens // 12)
     ids: list[list[int]] = []
@@ -69,11 +69,11 @@ def computed(model: Any, batch: Batch, attention: AttentionChoices | str, shares
     Args:
         model: the model.
         batch: the rows.
-        attention: the option `attention`, or the functions that stand in for it.
+        attention: the option `attention`, or the functions to use instead.
         shares: True if rows with the same prompt compute it once.
-        packed: True if the rows have to be packed.
+        packed: True if the rows must be packed.
     """
-    attend_by(model, PADDED_ATTENTION)  # what it was given last stays set
+    attend_by(model, PADDED_ATTENTION)  # the last choice stays set
     given: Any = "auto" if isinstance(attention, AttentionChoices) else attention
     chosen = (
         {"return_value": attention} if isinstance(attention, AttentionChoices) else {"side_effect": choose_attention}
@@ -92,7 +92,7 @@ def computed(model: Any, batch: Batch, attention: AttentionChoices | str, shares
 
 
 def differences(found: Found, right: Found) -> dict[str, float]:
-    """Return how far logprobs and the gradient that is farthest off are from what is right, relative to its size."""
+    """Return the errors of logprobs and of the worst gradient, relative to the right results' sizes."""
     (logprobs, gradients), (exact, expected) = found, right
     return {
         "logprobs": float((logprobs - exact).norm() / exact.norm()),
@@ -101,7 +101,7 @@ def differences(found: Found, right: Found) -> dict[str, float]:
 
 
 def compare(device: torch.device, heads: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
-    """Return for each kernel that is here how far it is off, and of all the worst: `logprobs/float32`, ..."""
+    """Return the errors of each kernel that is available here, and the worst of all: `logprobs/float32`, ..."""
     worst: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     for head in heads:
@@ -126,7 +126,7 @@ def compare(device: torch.device, heads: Sequence[int], tokens: Sequence[int]) -
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> Mapping[str, tuple[AttentionChoices | str, bool]]:
-    """Return the kernels of a device that take a dtype, with whether rows share prompts in what they are given."""
+    """Return a device's kernels that support a dtype, and for each whether its rows share prompts."""
     if device.type == "cpu":
         return STAND_INS
     from enginehouse_torch.options import PackingOptions

@@ -1,8 +1,8 @@
-"""Measures the fsdp engine's allocations in training beside `plan`'s estimate, and a process's memory before it starts.
+"""Compares the fsdp engine's allocations in training with `plan`'s estimate, and measures a process before its start.
 
     python -m tools.gpu.memory --models Qwen3-0.6B Qwen3-1.7B --out memory.json
 
-On a CPU fake tensors say what is allocated (`tests/measured_memory.py`).
+On a CPU fake tensors measure allocations (`tests/measured_memory.py`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ OPTIONS = FSDPOptions.model_validate(
 
 
 def planned(config: Mapping[str, Any]) -> int:
-    """Return the bytes that `plan` says a rank needs while it computes."""
+    """Return the bytes that a rank needs while it computes, as `plan` estimates them."""
     shape = ModelShape.of(config)
     assert shape is not None
     use = OPTIONS.memory(
@@ -50,7 +50,7 @@ def planned(config: Mapping[str, Any]) -> int:
 
 
 def on_card(config: Mapping[str, Any]) -> int:
-    """Return the most bytes that were allocated in a second step, as moments and gradients are there by then."""
+    """Return the peak bytes allocated in a second step, when moments and gradients exist."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ids = Ragged.from_list(
@@ -74,7 +74,7 @@ def on_card(config: Mapping[str, Any]) -> int:
 
 
 def compare(device: str, models: list[str]) -> dict[str, float]:
-    """Return for each model planned by measured bytes, the least and the most of these, and a process's own GiB."""
+    """Return each model's ratio of planned to measured bytes, the smallest and the largest, and a process's own GiB."""
     found: dict[str, float] = {}
     for name in models:
         if device == "cuda":
@@ -87,7 +87,7 @@ def compare(device: str, models: list[str]) -> dict[str, float]:
         found[f"{name} measured GiB"] = measured / 2**30
     ratios = [value for name, value in found.items() if name.endswith("planned by measured")]
     found |= {"least planned by measured": min(ratios), "most planned by measured": max(ratios)}
-    if device == "cuda":  # what is taken on the card and was not allocated: CUDA's context, its libraries, NCCL
+    if device == "cuda":  # memory on the card that was not allocated: CUDA's context, its libraries, NCCL
         free, whole = torch.cuda.mem_get_info()
         found["process GiB"] = (whole - free - torch.cuda.memory_reserved()) / 2**30
     return found

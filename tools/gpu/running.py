@@ -22,11 +22,11 @@ TAIL_CHARACTERS = 3000
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 Wait = Callable[[Step, Path, float], int | None]
-"""Runs a step's command, its output to a file, for at most so many seconds; returns its exit code, None if ended."""
+"""Runs a step's command, with output to a file and a limit in seconds; returns its exit code, None after the limit."""
 
 
 def commands() -> str:
-    """Return a `PATH`: beside this Python, in `bin` of what `pip install --target` made, and where it was."""
+    """Return a `PATH`: this Python's folder, folders `bin` made by `pip install --target`, and the present `PATH`."""
     sites = [place for path in sys.path if (place := Path(path or ".") / "bin" / "enginehouse").exists()]
     return os.pathsep.join(
         [str(Path(sys.executable).parent), *(str(site.parent) for site in sites), os.environ["PATH"]]
@@ -34,7 +34,7 @@ def commands() -> str:
 
 
 def missing(step: Step) -> list[str]:
-    """Return what a step needs and is not here, neither in this Python environment nor in a runtime."""
+    """Return the modules that a step needs and that neither this Python environment nor a runtime has."""
     from enginehouse.runtimes.store import runtimes_folder
 
     return [
@@ -51,7 +51,7 @@ def _importable(name: str) -> bool:
 
 
 def in_a_shell(step: Step, log: Path, seconds: float) -> int | None:
-    """Run a step as anyone would (`Wait`)."""
+    """Run a step in a shell, as anyone would (`Wait`)."""
     environment = ENVIRONMENT | os.environ | {"PATH": commands()}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -67,7 +67,7 @@ def in_a_shell(step: Step, log: Path, seconds: float) -> int | None:
 
 
 def forked(step: Step, log: Path, seconds: float) -> int | None:
-    """Run a step in a copy of this process (`Wait`), which has imported already what takes long to import."""
+    """Run a step in a fork of this process (`Wait`), which has imported modules that take long to import."""
     process = multiprocessing.get_context("fork").Process(target=_inside, args=(step.command, log))
     process.start()
     assert process.pid is not None
@@ -80,7 +80,7 @@ def forked(step: Step, log: Path, seconds: float) -> int | None:
 
 
 def _inside(command: str, log: Path) -> None:
-    """Be the process that runs `enginehouse ...` or `python3 -m ...`."""
+    """Run `enginehouse ...` or `python3 -m ...` as this process."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -102,7 +102,7 @@ def _inside(command: str, log: Path) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a process and all that it started."""
+    """End a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -113,7 +113,7 @@ def preload() -> None:
 
 
 def run(step: Step, seconds: float, wait: Wait = in_a_shell) -> dict[str, Any]:
-    """Run a step, for at most so many seconds; returns what is written of it."""
+    """Run a step for at most `seconds`; return what is written about it."""
     began = time.monotonic()
     log = WORK / f"{slug(step.name)}.log"
     code = wait(step, log, seconds)
@@ -144,14 +144,14 @@ def run_all(
 
     Args:
         chosen: the steps.
-        facts: facts that are written beside them.
+        facts: facts to write beside the results.
         path: file of the results.
         minutes: time limit of all steps.
         bare: True if missing modules do not count as failures.
         wait: function that runs a command.
 
     Returns:
-        True if some passed, and all but those that `bare` or a rehearsal leaves out.
+        True if at least one step passed, and none failed except those that `bare` or a rehearsal leaves out.
     """
     began, rows = time.monotonic(), dict[str, Any]()
     for step in chosen:

@@ -1,8 +1,8 @@
-"""The steps of `make test-gpu`: a command each, what it needs, the longest it may take, and what its figures must be.
+"""The steps of `make test-gpu`: each has a command, modules it needs, a time limit, and accepted ranges of its figures.
 
-Runs of this project that train are held to three things that no wrong gradient, optimizer or update can do at once:
-the loss of two passes over the same samples falls, every matrix of the model changes, and what draws computes with what
-was trained. `SMALL` are the same steps on a CPU, for `--rehearse`.
+Training runs must do three things that no wrong gradient, optimizer or update can do at once: the loss of two passes
+over the same samples falls, every matrix of the model changes, and the rollout computes with the trained weights.
+`SMALL` are the same steps on a CPU, for `--rehearse`.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORK = Path("build/gpu")
-"""As every path here, and in what is written, from the checkout's root."""
+"""Relative to the checkout's root, like every path here and in the results."""
 TASK = WORK / "task"
 
 Figures = Mapping[str, float]
@@ -25,7 +25,7 @@ class Size:
 
     Attributes:
         device: torch device type.
-        model: model of the runs that train; made by `make_model` unless it is given.
+        model: model of the training runs; `make_model` makes it unless it is given.
         overrides: config overrides of these runs.
         tokens: tokens of a response.
         long_tokens: tokens of a response in the step "long passes".
@@ -60,14 +60,14 @@ class Step:
     """One step of the test run.
 
     Attributes:
-        name: for people, and `--step`.
+        name: name for people and for `--step`.
         command: shell command that runs in the checkout.
-        seconds: the longest it may take.
-        needs: modules without which it is not run; an engine that has a runtime is there too.
-        figures: reads what it left; called where it exits with 0.
+        seconds: time limit.
+        needs: modules without which the step is not run; an engine's runtime counts as its module.
+        figures: reads the figures that the command left; called if it exits with 0.
         least: smallest accepted value of each figure.
         most: largest accepted value of each figure.
-        skipped: why it is not rehearsed; empty where it is.
+        skipped: reason why the step is not rehearsed; empty if it is.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Step:
     skipped: str = ""
 
     def problems(self, figures: Figures) -> list[str]:
-        """Return what of the figures is not as it has to be, in words."""
+        """Describe the figures that are outside of their accepted range."""
         low = [f"{name} is {figures.get(name)}, not at least {least:g}" for name, least in self.least.items()
                if not figures.get(name, float("-inf")) >= least]  # fmt: skip
         high = [f"{name} is {figures.get(name)}, not at most {most:g}" for name, most in self.most.items()
@@ -100,7 +100,7 @@ BOTH_FREED = ACTOR_FREED | {"turns/rollout/freed_mib": 1000.0}
 
 
 def steps(size: Size = LARGE) -> list[Step]:
-    """Return all steps, in the order of what they tell a second."""
+    """Return all steps, those that tell most per second first."""
     small = size.device == "cpu"
     common = (
         f"examples/quickstart/grpo.yaml cluster.device={size.device} model.path={shlex.quote(str(size.model))} "
@@ -206,12 +206,7 @@ def _only(small: bool, reason: str) -> str:
 
 
 def learned(run: Path, model: Path) -> Figures:
-    """Return whether a run trained its model, in figures, and how long it took.
-
-    Args:
-        run: its directory.
-        model: model that it began from.
-    """
+    """Return figures that show whether the run in directory `run` trained `model`, and how long it took."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = {name: value for name, value in rows[-1].items() if name.startswith("time/") or name in TURNS}
     return last | {
@@ -224,7 +219,7 @@ def learned(run: Path, model: Path) -> Figures:
 
 
 def share_changed(before: Path, after: Path) -> float:
-    """Return the share of a model's matrices of which any element differs between two directories."""
+    """Return the fraction of a model's matrices that differ in any element between two directories."""
     import torch
     from safetensors.torch import load_file
 
@@ -238,13 +233,13 @@ def share_changed(before: Path, after: Path) -> float:
 
 
 def last_metrics(run: Path, columns: Iterable[str]) -> Figures:
-    """Return what these columns say of a run's last step."""
+    """Return these columns of a run's last step."""
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return {name: row[name] for name in columns if name in row}
 
 
 def numbers(path: Path, key: str | None = None) -> Figures:
-    """Return the numbers at the top of a JSON file, or below a key of it."""
+    """Return the numbers at the top level of a JSON file, or below one of its keys."""
     content = json.loads(path.read_text())
     found = content if key is None else content[key]
     return {name: value for name, value in found.items() if isinstance(value, int | float)}

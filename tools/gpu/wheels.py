@@ -1,7 +1,7 @@
-"""Gather what a machine with a card, Python 3.12 and torch lacks: `python -m tools.gpu.wheels .gpu`. Needs a network.
+"""Gather the wheels that a machine with a card, Python 3.12 and torch lacks: `python -m tools.gpu.wheels .gpu`.
 
-It builds the wheels of this checkout and loads those of others that such a machine has not, and takes out of Ray's what
-no run here uses, which is half of it. What remains has to be carried in: at most `MOST_MB`.
+It builds this checkout's wheels and downloads those of other packages, so it needs a network. It removes half of Ray,
+which no run here uses. At most `MOST_MB` may remain, because they have to be carried in.
 """
 
 import argparse
@@ -20,14 +20,14 @@ OTHERS = (
 )  # fmt: skip
 FOR = ("--python-version", "3.12", "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux2014_x86_64")
 UNUSED = ("ray/jars/", "ray/rllib/", "ray/serve/", "ray/llm/", "ray/tune/", "ray/dashboard/client/")
-"""Parts of Ray for other uses; the raylet and the job server start without them."""
+"""Parts of Ray for other uses. The raylet and the job server start without them."""
 MOST_MB = 60.0
 RECORD = ".dist-info/RECORD"
-"""The wheel's own is at the top: Ray's has others' packages in it, with theirs."""
+"""End of the path of a wheel's own record, at the top level: Ray's wheel contains other packages with theirs."""
 
 
 def strip(wheel: Path, unused: tuple[str, ...] = UNUSED) -> None:
-    """Take folders out of a wheel, in place, and out of its `RECORD`."""
+    """Remove folders from a wheel, in place, and from its `RECORD`."""
     stripped = wheel.with_suffix(".stripped")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(stripped, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
@@ -42,7 +42,7 @@ def strip(wheel: Path, unused: tuple[str, ...] = UNUSED) -> None:
 
 
 def check(wheel: Path) -> None:
-    """Raise ValueError unless a wheel's `RECORD` names each of its files, with its digest."""
+    """Raise ValueError unless a wheel's `RECORD` names each of its files with its digest."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (record,) = (name for name in names if name.endswith(RECORD) and name.count("/") == 1)
@@ -57,7 +57,7 @@ def check(wheel: Path) -> None:
 
 
 def main() -> int:
-    """Return the exit code: 1 if the wheels are too much to carry."""
+    """Return the exit code: 1 if the wheels are too large to carry."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.wheels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder the wheels go to")
     out = parser.parse_args().out

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): layers of `peft` in a sharded model, which trains their A `(rank, in)` and B `(out, rank)`.
+"""Low-rank adapters (LoRA): layers of `peft` in a sharded model. A, `(rank, in)`, and B, `(out, rank)`, are trained.
 
 `peft` wraps a linear layer `q_proj`. Its weight is then called `q_proj.base_layer.weight`, beside
-`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Only this module knows these names: weights leave
-merged, under the names of the Hugging Face checkpoint.
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Only this module knows these names, because weights
+are sent merged, under the names of the Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_BASE, ALPHA = "adapters.base.", "adapters.alpha."
 
 
 def adapter_lr_factors(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
-    """Return `lr_factors`, where an adapter has the name of the weight to which it is added."""
+    """Return `lr_factors` by name; an adapter has the factor of the weight to which it is added."""
     base_names = {name: name.replace(DOWN, ".weight").replace(UP, ".weight") for name in names}
     factors = lr_factors(base_names.values(), options)
     return {name: factors[base_name] for name, base_name in base_names.items()}
@@ -55,7 +55,7 @@ def base_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float) -> dict[str, torch.Tensor]:
-    """Return some weights, each with its adapter added, sharded as before. Collective if one of them has an adapter.
+    """Return the weights `names` with their adapters added, sharded as before. Collective if a weight has an adapter.
 
     Args:
         state: the state of the model, adapters included.
@@ -82,7 +82,7 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
 
 
 def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Gather matrices with the same number of rows at once, side by side because they are split alike."""
+    """Gather matrices with the same number of rows at once, side by side because all are split in the same way."""
     if not tensors or not isinstance(first := tensors[0], DTensor):
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
@@ -97,13 +97,13 @@ def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> None:
-    """Add adapters to a model on the meta device, before it is sharded; freeze everything but them and a value head.
+    """Add adapters to a model on the meta device, before it is sharded; freeze all but the adapters and a value head.
 
     Frozen parameters need no float32 copy for updates, so they have the dtype that the model computes in.
 
     Raises:
         ConfigError: a target is not a linear layer of the model, or is smaller than the rank.
-        ModelError: `peft` adapts other layers of it.
+        ModelError: `peft` adapts other layers of the model.
     """
     from peft import inject_adapter_in_model
 
@@ -122,7 +122,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
 @contextmanager
 def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block without adapters. They are still computed, times zero, so that ranks gather as usual."""
+    """Run the block without adapters. They are still computed, times zero, so that all ranks gather as usual."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -136,7 +136,7 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Initialise adapters: B with zero, and A uniformly within `1 / sqrt(in)` as `peft` does, but by `seed` and name.
+    """Initialise adapters: B with zero, A uniformly within `1 / sqrt(in)` as `peft` does, seeded by `seed` and name.
 
     Each rank samples the whole of A and keeps its rows; nothing communicates.
     """
@@ -244,7 +244,7 @@ def _peft_config(
 
 
 def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return every A and B of a model's state, whole, under their names in a file of `peft`; collective."""
+    """Return every A and B of a model's state, whole, under the names of a `peft` file; collective."""
     adapters: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((DOWN, UP)):
@@ -274,10 +274,10 @@ def write_adapter(
 def select_trained(
     state: Mapping[str, torch.Tensor], model: PreTrainedModel, lora: LoraOptions
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's entries of a model with adapters: these and a value head, and nothing that is frozen.
+    """Return the state that a checkpoint of a model with adapters holds: the adapters, and a value head.
 
-    Two further entries are scalars whose names identify the base model: `adapters.base.D`, D a digest of the names and
-    shapes of the model without adapters, and `adapters.alpha.A`.
+    Two more entries are scalars whose names identify the base model: `adapters.base.D`, D a digest of the names and
+    shapes of the model without adapters, and `adapters.alpha.A`, A the option `lora.alpha`.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     shapes = json.dumps(sorted((name, list(tensor.shape)) for name, tensor in base_state(state).items()))
@@ -292,8 +292,8 @@ def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[s
     """Check that a checkpoint's adapters belong to the model; a checkpoint without entries of the model passes.
 
     Raises:
-        CheckpointError: one of the two has adapters and the other none; or the adapters are of a base model with other
-            names or shapes, or scaled differently.
+        CheckpointError: only one of checkpoint and model has adapters, or the adapters belong to a base model with
+            other names or shapes, or have another `lora.alpha`.
     """
     saved_names, model_names = list(saved_names), list(model_names)
     if not saved_names:

@@ -22,7 +22,7 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
     """Return the number of ranks of each axis, outermost first, without unused axes except `dp_shard`.
 
     Raises:
-        ConfigError: the ranks cannot be divided so, or `tp` is requested together with adapters.
+        ConfigError: the options do not divide the ranks, or `tp` is requested together with adapters.
     """
     sizes = {REPLICATE: options.replicas, CONTEXT: options.context_parallel, TENSOR: options.tensor_parallel}
     if world_size % options.replicas:
@@ -47,7 +47,7 @@ def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
     """Check that the axes divide a model's heads, as far as its config shows.
 
     Raises:
-        ConfigError: they do not; the message names the nearest number that does.
+        ConfigError: an axis does not divide them; the message names the nearest number that does.
     """
     tensor = options.tensor_parallel
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")

@@ -1,9 +1,9 @@
-"""Splitting sequences over ranks, with heads split instead while tokens attend to one another (DeepSpeed-Ulysses).
+"""Splits sequences over ranks, except in attention, where it splits heads instead (DeepSpeed-Ulysses).
 
-Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all exchanges that
+Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all exchanges it
 for whole sequences and a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the model's own.
-The ranks exchange their tokens' outputs at the end, so the loss sees every token on every rank, and each rank goes
-back only through its own tokens.
+At the end the ranks exchange their tokens' outputs, so the loss sees every token on every rank. The backward pass of a
+rank runs only through its own tokens.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def split_sequences(
 ) -> Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]]:
     """Make the model run on parts of sequences, and return the replacement of `token_outputs`.
 
-    The ranks of `group` share each sequence and call the result together, with the same input. The model's attention is
-    replaced; what was compiled or tried out with whole sequences stays valid.
+    The ranks of `group` share each sequence, and call the returned function together with the same input. It replaces
+    only the model's attention; what was compiled or tried out with whole sequences stays valid.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = f"enginehouse_ulysses_{next(_numbers)}"
     ALL_ATTENTION_FUNCTIONS[name] = functools.partial(_attend, group)
-    forget = weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)  # the group ends with what uses it
+    forget = weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)  # the entry would keep the group alive
     forget.atexit = False  # other ranks may be gone by then
     model.set_attn_implementation(name)
     return functools.partial(_token_outputs, group)
@@ -72,7 +72,7 @@ def split_sequences(
 def _token_outputs(
     group: dist.ProcessGroup, model: PreTrainedModel, whole: ModelInput, outputs: Outputs
 ) -> dict[str, torch.Tensor]:
-    """Compute `token_outputs` of all tokens; only this rank's carry a gradient."""
+    """Compute `token_outputs` of all tokens; only this rank's tokens carry a gradient."""
     part, own = _take_part(whole, group.rank(), group.size())
     columns = token_outputs(model, part, outputs)
     return {name: _exchange(column, own, len(whole.targets), group) for name, column in columns.items()}
@@ -120,7 +120,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers calls it: `(batch, heads, part of length, size)` each.
+    """Attend in the way transformers calls it, with states `(batch, heads, part of length, size)`.
 
     Returns:
         `(batch, part of length, heads, size)`.
@@ -133,8 +133,8 @@ def _attend(
 
 
 def _exchange_dimensions(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Split the second dimension over the ranks and join the third: from all heads (or positions) of a part to a part
-    of the heads (positions) of all."""
+    """Split the second dimension over the ranks and join the third: exchange all heads of a part of the positions for a
+    part of the heads at all positions, or the reverse."""
     ranks, (batch, split, joined, size) = group.size(), states.shape
     apart = states.view(batch, ranks, split // ranks, joined, size).transpose(0, 1).contiguous()
     together = all_to_all_single_autograd(apart, None, None, group)

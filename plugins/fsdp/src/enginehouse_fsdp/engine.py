@@ -52,7 +52,7 @@ NEEDS_LESS = (
 
 
 class FSDPEngine:
-    """`TrainEngine` on FSDP2 (`enginehouse.engines.train`), one object a rank.
+    """`TrainEngine` on FSDP2 (`enginehouse.engines.train`), one object per rank.
 
     Parameters and optimizer state are float32 shards. A model of a half-precision dtype computes in that dtype
     (`MixedPrecisionPolicy`), and its weights are sent in it.
@@ -107,9 +107,9 @@ class FSDPEngine:
         self._optimizer: ShardedAdamW | None = None
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """Compute `outputs` without gradients, for the tokens of `loss_mask` alone if there is one; else all.
+        """Compute `outputs` without gradients for the tokens of `loss_mask`, or for all tokens if there is no mask.
 
-        Return None on a rank whose results another one returns, because ranks that split matrices compute the same.
+        Return None on a rank whose results another rank returns: ranks that split matrices compute the same results.
         """
         self._offloading.need("params", to="compute")
         try:
@@ -130,7 +130,7 @@ class FSDPEngine:
         optimizer = self._get_optimizer()
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             metrics, weight = self._token_model.forward_backward(batch, loss)
-        answers = self.mesh.is_output_rank  # the others see the same rows, which count once
+        answers = self.mesh.is_output_rank  # other ranks see the same rows, which must count once
         optimizer.count(weight if answers else 0.0)
         return metrics if answers else {}
 
@@ -153,11 +153,11 @@ class FSDPEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put state away, as `Offloading.offload` says; `cpu_offload`'s tensors on a GPU's host stay."""
+        """Offload state, as `Offloading.offload` says. With `cpu_offload`, tensors that are on a GPU's host stay."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring state back, as `Offloading.onload` says."""
+        """Load state back, as `Offloading.onload` says."""
         self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
@@ -192,7 +192,7 @@ class FSDPEngine:
         """Wait for the save in progress; collective.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         self._background.finish()
 
@@ -202,7 +202,7 @@ class FSDPEngine:
         A rank without a random state in the checkpoint keeps its own.
 
         Raises:
-            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
+            CheckpointError: the checkpoint is missing, incomplete, damaged or of another model, or lacks a part.
         """
         self._background.finish()
         state = self._train_state(what)
@@ -254,7 +254,7 @@ class FSDPEngine:
         """Write the adapters, float32, in the format of `peft.PeftModel.from_pretrained`; collective.
 
         Raises:
-            EnginehouseError: the model has none, or has a value head, which the format cannot hold.
+            EnginehouseError: the model has no adapters, or has a value head, which the format cannot hold.
         """
         lora = self._options.lora
         if lora is None or self._spec.head == "value":

@@ -1,4 +1,4 @@
-"""Checks of a model's class for `plan`, beside those of every engine in torch: splits and adapters."""
+"""Checks for `plan` that only this engine needs: whether a model's class can be split and adapted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def examine_for(options: FSDPOptions, spec: ModelSpec) -> tuple[str, ...]:
     """Check a model as `examine` does, and against the options.
 
     Raises:
-        ConfigError: its attention cannot be split, or it has no such layers to adapt.
+        ConfigError: the model's attention cannot be split, or the model lacks the layers to adapt.
         ModelError: as `examine`.
     """
     notes = examine(spec)

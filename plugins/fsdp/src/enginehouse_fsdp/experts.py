@@ -1,4 +1,4 @@
-"""Parameters that a checkpoint stores separately (experts), while each rank holds some of their entries.
+"""Experts: a checkpoint stores them separately, and each rank holds some entries of their fused parameters.
 
 FSDP shards a parameter by its first dimension, the expert of a fused parameter, so a rank holds whole experts.
 """
@@ -51,7 +51,7 @@ def _shard_axis(name: str, tensor: DTensor) -> int:
     """Return the axis of the mesh over which a parameter's entries are distributed.
 
     Raises:
-        ModelError: entries are cut, so that no rank holds a whole one.
+        ModelError: the layout cuts entries, so that no rank holds a whole entry.
     """
     sharded = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     if len(sharded) != 1 or not tensor.placements[sharded[0]].is_shard(0):

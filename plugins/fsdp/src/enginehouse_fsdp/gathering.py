@@ -1,7 +1,7 @@
-"""Gathering of sharded tensors, many at once, whichever axes split them.
+"""Gathers many sharded tensors at once, whichever axes split them.
 
 FSDP splits the parts that tensor parallelism has made of a tensor, so the axis `tp` precedes `dp_shard` in the order of
-splitting, although it follows it in the mesh.
+splitting, although `tp` follows it in the mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Gathering:
     Attributes:
         names: their names.
         tensors: this rank's view of them; a tensor that is not a DTensor is whole already.
-        alone: DTensors, by name, of which this rank holds everything, so that nothing is gathered or copied.
+        alone: DTensors, by name, that this rank holds completely, so that nothing is gathered or copied.
         parts: by splitting axes, every rank's parts end to end, `(*ranks of each axis, elements)`.
         work: the communication that fills `parts`.
     """
@@ -48,8 +48,8 @@ class Gathering:
 
         Args:
             names: names of the tensors.
-            tensors: define how each is split.
-            owned: this rank's part of each, which may differ from the tensor's own.
+            tensors: define how each tensor is split.
+            owned: this rank's part of each tensor, which may differ from the part that the tensor itself holds.
             dtype: dtype of the gathered tensors.
         """
         gathering = cls(names, tensors)
@@ -75,7 +75,7 @@ class Gathering:
         return gathering
 
     def wait(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wait, and yield each whole tensor."""
+        """Wait for the communication, and yield each name with its whole tensor."""
         for work in self.work:
             work.wait()
         offsets = dict.fromkeys(self.parts, 0)

@@ -16,11 +16,11 @@ BUCKET_BYTES = 256 << 20
 
 
 def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a rank's memory at the fullest of three moments: at the head, in the last block's backward pass, and as
-    the outermost unit's gradient is summed over the ranks.
+    """Estimate a rank's peak memory, the largest of three moments: in the output head, in the last block's backward
+    pass, and while the outermost unit's gradient is summed over the ranks.
 
-    A unit is gathered in the dtype of the computation, twice while another follows, and its gradient is summed in
-    `reduce_dtype`. Its memory is freed for good only by the next unit.
+    FSDP gathers a unit in the dtype of the computation, together with the next unit if there is one, and sums its
+    gradient in `reduce_dtype`. Only the next unit frees its memory for good.
     """
     shape, size = demand.shape, demand.itemsize
     sizes = axis_sizes(demand.processes, options)

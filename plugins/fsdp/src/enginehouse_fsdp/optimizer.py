@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
-    """Optimizer state and schedule of one rank's part of a model; `factors` of the learning rate are by name.
+    """Optimizer state and schedule of one rank's part of a model; `factors` scale the learning rate, by name.
 
     Attributes:
         step_number: number of optimizer steps taken.
@@ -54,16 +54,16 @@ class ShardedAdamW:
         )
 
     def count(self, weight: float) -> None:
-        """Add to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
-        """Normalise, clip, step, zero; collective. FSDP has summed the gradients over the ranks already.
+        """Normalise and clip the gradients, take a step, and zero them; collective. FSDP has summed them over ranks.
 
-        Nothing but the gradients changes if their norm is not finite or no rank counted anything.
+        If the gradients' norm is not finite, or no rank counted anything, only the gradients are zeroed.
 
         Raises:
-            NonFiniteWeights: the step left weights that are not finite, on some rank.
+            NonFiniteWeights: the step made weights on some rank not finite.
         """
         for parameter in self._fixed:  # fixed parameters count neither in the norm nor in `finite`
             if parameter.grad is not None:
@@ -91,7 +91,7 @@ class ShardedAdamW:
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return both live moments of each parameter, sharded like it, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        """Return both live moments of each parameter, sharded like the parameter, by `"exp_avg.name"` and so on."""
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
@@ -116,7 +116,7 @@ class ShardedAdamW:
 
 
 def _group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that lie on the same ranks, because one operation over a list of tensors takes no others."""
+    """Group tensors that lie on the same ranks, because torch's operations on lists of tensors need the same mesh."""
     groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

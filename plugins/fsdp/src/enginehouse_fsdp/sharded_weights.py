@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class ShardedWeights:
     """The `WeightSource` of a model under FSDP2, sharded over `mesh`.
 
-    Metadata list the mesh's axes, and `owners`, in the order in which they split a tensor (`SPLITTING_ORDER`); an axis
-    that does not split it is a replica.
+    Metadata list the mesh's axes, and `owners`, in the order in which the axes split a tensor (`SPLITTING_ORDER`).
+    Ranks along an axis that does not split the tensor are replicas.
 
     Args:
-        stored: names in its checkpoint; they decide which of its names a tied parameter gets.
-        form: names and parts of its tensors in the checkpoint.
+        stored: names in the checkpoint; they decide the name of a tied parameter.
+        form: names and parts of the model's tensors in the checkpoint.
         dtype: dtype of the yielded weights; the parameters themselves are float32.
         bucket_bytes: bytes gathered at once.
         alpha: `LoraOptions.alpha` if the model has adapters, which are merged into its weights.
@@ -89,7 +89,7 @@ class ShardedWeights:
         return described
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each whole tensor on every rank, gathered a bucket at a time, the next while this one is read."""
+        """Yield each whole tensor on every rank; the next bucket is gathered while the caller reads this one."""
         state = unique_state(self._model, self._stored)
         names = list(base_state(state))
         buckets = pack_buckets(self._describe_whole(), self._bucket_bytes)

@@ -1,6 +1,6 @@
-"""Building a Hugging Face model that is sharded from the start: no rank ever holds all of it.
+"""Builds a Hugging Face model that is sharded from the start, so that no rank ever holds all of it.
 
-Parameters are created on the meta device, sharded there, given memory for this rank's part, and read into it from the
+Parameters are created and sharded on the meta device. Each rank then allocates its part, and reads it from the
 safetensors files. Buffers that no checkpoint holds (rotary frequencies) are computed as the model is built.
 """
 
@@ -50,7 +50,7 @@ def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def context_group(device: torch.device, sizes: dict[str, int]) -> dist.ProcessGroup:
-    """Return the ranks that share this one's sequences."""
+    """Return the process group of the ranks that share this rank's sequences."""
     model_axes = {axis: size for axis, size in sizes.items() if axis in (CONTEXT, TENSOR)}
     data = math.prod(size for axis, size in sizes.items() if axis not in model_axes)
     names = ("data", *model_axes)
@@ -63,14 +63,14 @@ FORGETTING = (
     "_redistribute:_gen_transform_infos.cache_clear",
     "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
 )
-"""Functions that clear torch's caches of meshes, in `torch.distributed.tensor` of torch 2.13; others lack some."""
+"""Functions that clear torch's caches of meshes, in `torch.distributed.tensor` of 2.13; other versions lack some."""
 
 
 def forget_meshes() -> None:
     """Clear torch's cache of how operations are split, before the process groups end.
 
-    The cache's keys are a mesh's shape and names. A later mesh that equals an earlier one would get its process groups,
-    which no longer exist or, by their number, are others by then; and a cached group keeps its threads.
+    The cache's keys are a mesh's shape and names, so a later mesh that equals an earlier one would get its process
+    groups. These no longer exist, or their numbers belong to other groups. A cached group also keeps its threads.
     """
     for reference in FORGETTING:
         with contextlib.suppress(ResolveError):
@@ -80,14 +80,14 @@ def forget_meshes() -> None:
 def build_sharded_model(
     spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device
 ) -> tuple[PreTrainedModel, Holding]:
-    """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
+    """Build, shard and load the model of `spec`. Parameters are float32, whatever dtype they compute in.
 
     Returns:
-        The model, and the tensors that it reads of its directory.
+        The model and its `Holding`.
 
     Raises:
-        ModelError: the directory holds no causal language model, lacks weights, holds some that belong to another
-            model, or has some that are not finite.
+        ModelError: the directory holds no causal language model, lacks weights, or holds weights that belong to another
+            model or are not finite.
         ConfigError: `fully_shard` rejects an option, or the model cannot be split over the axis `tp`.
     """
     model, holding = build_empty_model(spec)
@@ -105,7 +105,7 @@ def shard_model(
     Raises:
         ConfigError: as `build_sharded_model`.
     """
-    model.tie_weights()  # outside of the context of empty parameters, so that FSDP sees that they are one
+    model.tie_weights()  # outside of the context of empty parameters, so that FSDP sees tied parameters as one
     if options.lora is not None:
         adapters.add_adapters(model, options.lora, spec)
     data_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
@@ -125,7 +125,7 @@ def shard_model(
         for block in blocks:
             block.compile(dynamic=True)  # rows rarely have the same length
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # again, as each module has its own parameter
+    model.tie_weights()  # again, because each module now has its own parameter
     return model
 
 
@@ -150,7 +150,7 @@ def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the whole parameters that a forward pass left gathered, as the outermost unit does."""
+    """Free the parameters that a forward pass left gathered, as it leaves those of the outermost unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -181,7 +181,7 @@ def _shard(
         for unit in [*blocks, *roots]:
             sharded = fully_shard(unit, **arguments)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums: their mean is over tokens, not ranks
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     except TypeError as error:
         raise ConfigError(f"fsdp: fully_shard refuses an argument of `native`: {error}") from error
 

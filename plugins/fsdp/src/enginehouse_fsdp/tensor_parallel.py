@@ -1,4 +1,4 @@
-"""Splitting a model's matrices over ranks by the plan of its class (`model.tp_plan`).
+"""Splits a model's matrices over ranks by the plan of its class (`model.tp_plan`).
 
 The plan names a style for each layer, which torch's parallel styles implement. Other parameters (norms, a value head)
 are whole on every rank of the axis and get the same gradient there, because the tensors between blocks are whole.
@@ -72,14 +72,14 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Tied parameters are tied again afterwards.
 
     Raises:
-        ConfigError: the model has no plan, one with an unknown style, or sizes that do not divide.
+        ConfigError: the model has no plan, a plan with an unknown style, or sizes that do not divide.
     """
     plan = _plan_layers(model, mesh.size())
     _check_sizes(model, plan, mesh.size())
     styles = {name: create() for name, style in plan.items() if (create := STYLES[style]) is not None}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     model.tie_weights()
-    # FSDP warns of in-place operations on logits that are views, as gathered ones are; there are none here.
+    # FSDP warns of in-place operations on gathered logits, which are views; there are no such operations here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 

@@ -48,8 +48,8 @@ class Architecture:
     Attributes:
         weights: Form of each parameter by megatron-core's name, with `{layer}` and `{expert}` for the numbers of the
             layer and the expert.
-        settings: Arguments of `TransformerConfig` that a config of transformers does not tell.
-        experts: Returns further arguments from the config of transformers of a mixture of experts; None if it is none.
+        settings: Arguments of `TransformerConfig` that transformers' config does not determine.
+        experts: Returns further arguments from transformers' config of a mixture of experts; None for other models.
     """
 
     weights: Mapping[str, Form]
@@ -66,10 +66,10 @@ class Architecture:
         )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
-        """Compare the tensors in a model's directory with the names of those that the ranks read.
+        """Compare the tensors in a model's directory with the names `read` of those that the ranks read.
 
         Raises:
-            ModelError: The directory holds others that are part of the same model.
+            ModelError: The directory holds unread tensors that belong to the same model.
         """
         (head,) = self.weights["output_layer.weight"].stored
         (embedding,) = self.weights["embedding.word_embeddings.weight"].stored
@@ -105,7 +105,7 @@ QWEN2 = Architecture(
     },
     settings={"add_qkv_bias": True},
 )
-"""Yang et al. 2024: Llama's with biases of queries, keys and values."""
+"""Yang et al. 2024: Llama with biases of queries, keys and values."""
 
 QWEN3 = Architecture(
     weights={
@@ -115,7 +115,7 @@ QWEN3 = Architecture(
     },
     settings={"qk_layernorm": True},
 )
-"""Yang et al. 2025: Llama's with norms of each head's queries and keys."""
+"""Yang et al. 2025: Llama with norms of each head's queries and keys."""
 
 
 def _experts_of_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _experts_of_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
-        # A softmax over the chosen experts alone is that over all of them, normalised once more.
+        # A softmax over the chosen experts equals the softmax over all experts, renormalised over the chosen ones.
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_layer_freq": 1 if all(sparse) else [int(has_experts) for has_experts in sparse],
     }
@@ -151,7 +151,7 @@ QWEN3_MOE = Architecture(
     settings=QWEN3.settings,
     experts=_experts_of_qwen3,
 )
-"""Yang et al. 2025: some layers, or all, with experts in place of Qwen3's feed-forward part."""
+"""Yang et al. 2025: Qwen3 with experts in place of the feed-forward part of some layers, or of all."""
 
 
 def _experts_of_mixtral(config: PreTrainedConfig) -> dict[str, Any]:
@@ -165,14 +165,14 @@ def _experts_of_mixtral(config: PreTrainedConfig) -> dict[str, Any]:
 MIXTRAL = Architecture(
     weights={**LLAMA.weights, **_experts("block_sparse_moe", "w1", "w3", "w2")}, experts=_experts_of_mixtral
 )
-"""Jiang et al. 2024: Llama's with experts in every layer."""
+"""Jiang et al. 2024: Llama with experts in every layer."""
 
 
 def find_architecture(model_type: str, option: str) -> Architecture:
     """Return the architecture of a model, by its config.json or by the option `architecture`.
 
     Raises:
-        ModelError: There is none; the message says what to write.
+        ModelError: No architecture is known; the message says what to write.
         ResolveError: The option names nothing.
     """
     architecture = resolve(name_architecture(model_type, option))

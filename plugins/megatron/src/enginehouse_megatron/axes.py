@@ -1,4 +1,4 @@
-"""The axes that ranks are laid out along. Light to import, because options of a config are checked against them."""
+"""The axes along which ranks are laid out. Light to import, because a config's options are checked against them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
 def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     """Return the number of ranks of each of the four axes, outermost first.
 
-    Experts have no axis: `expert_parallel` neighbours of a pipeline stage share them out, whatever else they split, and
-    all such groups of a stage hold the same.
+    Experts have no axis. Each group of `expert_parallel` neighbouring ranks of a pipeline stage shares all experts,
+    whatever else these ranks split.
 
     Raises:
-        ConfigError: The ranks cannot be divided so, or `virtual_stages` divides a pipeline that does not exist.
+        ConfigError: The options do not divide the ranks, or `virtual_stages` divides a pipeline that does not exist.
     """
     if options.virtual_stages > 1 and options.pipeline_parallel == 1:
         raise ConfigError(

@@ -55,10 +55,10 @@ def transformer_config(
     sizes: Mapping[str, int],
     device: str,
 ) -> TransformerConfig:
-    """Return megatron-core's config of the model, for the layout that `sizes` of the axes give.
+    """Return megatron-core's config of the model, for a layout with axes of the given `sizes`.
 
     Raises:
-        ModelError: The model does something that this engine does not know.
+        ModelError: The model needs something that this engine does not support.
         ConfigError: The layout does not divide the model, or megatron-core rejects an argument of `native`.
     """
     check_known(config, spec.path)
@@ -103,9 +103,9 @@ def _model_arguments(config: PreTrainedConfig, spec: ModelSpec) -> dict[str, Any
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "variable_seq_lengths": True,  # micro-batches differ in length
-        "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
-        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
-        "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
+        "moe_token_dispatcher_type": "alltoall",  # variable lengths require it, in dense models too
+        "moe_router_load_balancing_type": "none",  # no engine here adds anything to the requested loss
+        "calculate_per_token_loss": True,  # gradients are sums, because their divisor is known only at the step
     }
 
 
@@ -115,7 +115,7 @@ def _layout_arguments(options: MegatronOptions, sizes: Mapping[str, int]) -> dic
         "tensor_model_parallel_size": sizes[TENSOR],
         "pipeline_model_parallel_size": sizes[PIPELINE],
         "virtual_pipeline_model_parallel_size": options.virtual_stages if options.virtual_stages > 1 else None,
-        # Of two stages the defaults mix up what goes back and forth between them, without a word.
+        # With two stages the defaults silently mix up what the stages send to each other.
         "overlap_p2p_comm": options.virtual_stages > 1,
         "batch_p2p_comm": options.virtual_stages == 1,
         "context_parallel_size": sizes[CONTEXT],
@@ -131,9 +131,9 @@ def _layout_arguments(options: MegatronOptions, sizes: Mapping[str, int]) -> dic
 def model_parts(
     config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device
 ) -> list[GPTModel]:
-    """Return this rank's parts of the model, one for each virtual stage, without their weights' values.
+    """Return this rank's parts of the model, one for each virtual stage, with uninitialised weights.
 
-    In half precision the model has that dtype, and megatron-core's optimizer has a float32 copy.
+    In half precision the parts have that dtype, and megatron-core's optimizer has a float32 copy.
     """
     count = settings.virtual_pipeline_model_parallel_size
     return [_build_part(config, settings, spec, device, stage) for stage in ([None] if count is None else range(count))]
@@ -185,7 +185,7 @@ def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: M
 def _check_each_rank_has_experts(has_experts: Sequence[int], options: MegatronOptions) -> None:
     """Raise ConfigError if all layers of a pipeline rank are dense, because its checkpoint could not be saved.
 
-    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, which an empty one does not have.
+    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, which an empty optimizer lacks.
     """
     ranks = options.pipeline_parallel
     each = len(has_experts) // (ranks * options.virtual_stages)

@@ -1,6 +1,6 @@
-"""Checks that a model's architecture is known and that the layout divides it. Light, as configs are checked with it.
+"""Checks that a model's architecture is known and that the layout divides it. Light, because configs are checked here.
 
-The engine checks the same and more, with all defaults of the model's config (`build`).
+The engine repeats these checks with all defaults of the model's config, and checks more (`build`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARCHITECTURES = {
 """The built-in architectures, by `model_type` in config.json."""
 
 SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
-"""Endings of a config's factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
+"""Endings of config keys for factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
 
 PLAIN_ROPE = ("default", "llama3")
 """Kinds of rotary embedding that megatron-core computes as transformers does."""
@@ -35,7 +35,7 @@ def name_architecture(model_type: str, option: str) -> str:
     """Return `"module:NAME"` of a model's architecture, by its config.json or by the option `architecture`.
 
     Raises:
-        ModelError: There is none; the message says what to write.
+        ModelError: No architecture is known; the message says what to write.
     """
     if option != "auto":
         if ":" not in option:
@@ -55,8 +55,7 @@ def name_architecture(model_type: str, option: str) -> str:
 
 
 def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
-    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide the sizes in the model's
-    config."""
+    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide the sizes of a model."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
     layers = config.get("num_hidden_layers")
     for name, count, ranks, unit in (
@@ -93,7 +92,7 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
 
 
 def check_router(config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if megatron-core has no router for a model: it gives each token's only expert the weight 1."""
+    """Raise `ModelError` if a model gives each token's only expert the weight 1; megatron-core has no such router."""
     weighs_one = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
     if config.get("num_experts_per_tok") == 1 and weighs_one:
         raise ModelError(

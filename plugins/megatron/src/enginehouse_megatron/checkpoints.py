@@ -1,7 +1,7 @@
-"""Checkpoints in megatron-core's own form (`torch_dist`): each rank writes its part, and every layout can read it.
+"""Checkpoints in megatron-core's own format (`torch_dist`): each rank writes its part, and every layout can read it.
 
 A directory appears complete or not at all: it is written under another name and moved once every rank is done. An error
-on one rank is raised on all. The form holds pickles: do not load a stranger's checkpoint.
+on one rank is raised on all. The format contains pickles: do not load a stranger's checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
     """Write the directory `path`, and replace its content once everything is written; collective.
 
     Raises:
-        CheckpointError: It cannot be written on some rank; the old content of `path` stays.
+        CheckpointError: Some rank cannot write; the old content of `path` stays.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
@@ -96,7 +96,8 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
     A rank without a random state in the checkpoint keeps its own.
 
     Raises:
-        CheckpointError: It is missing, incomplete, damaged or of another model, or lacks a part, on some rank.
+        CheckpointError: On some rank the checkpoint is missing, incomplete, damaged or of another model, or lacks a
+            part.
     """
     description = on_every_rank(ranks, lambda: _read_description(path, state))
     has_random_state = "rng" in state.parts and ranks.rank < description["ranks"]
@@ -104,8 +105,8 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
     def read() -> dict[str, Any]:
         content = _shard(state, ranks, loading=True, random_state=has_random_state)
         with warnings.catch_warnings(action="ignore"):
-            # Planning the read finds an error in the content, and raises on every rank. The validation that is left out
-            # would raise on rank 0, while the others wait for it.
+            # Planning the read finds errors in the content, and raises them on every rank. The validation that is
+            # switched off would raise on rank 0 while the other ranks wait for it.
             loaded: dict[str, Any] = dist_checkpointing.load(content, path, validate_access_integrity=False)
         return loaded
 
@@ -126,16 +127,16 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
         on_every_rank(ranks, apply)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint {path!r} is damaged: {error}. What the engine holds now may be partly old and partly new: "
-            "load another checkpoint before going on"
+            f"checkpoint {path!r} is damaged: {error}. The engine's state may now be partly old and partly new: "
+            "load another checkpoint before you continue"
         ) from error
 
 
 class _InProcess(torch_strategies.TorchDistSaveShardedStrategy):
     """Writes the same files as megatron-core's own strategy, but in this process.
 
-    That one starts a server process for each rank and forks the rank to write, which takes seconds, and a worker has
-    threads that no fork carries over.
+    Megatron-core's own strategy starts a server process for each rank and forks the rank to write. That takes seconds,
+    and a fork does not carry over a worker's threads.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -164,7 +165,7 @@ def _shard(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_stat
     if "model" in state.parts:
         content["model"] = model
     if "rng" in state.parts and random_state:
-        # A key for each rank: of one key, all ranks that saved would have to be there to load.
+        # A key for each rank. With one key, all ranks that saved it would have to be there to load it.
         content["rng"] = ShardedObject(f"rng.{ranks.rank}", random_states(), (1,), (0,), replica_id=0)
     return content
 
@@ -172,7 +173,7 @@ def _shard(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_stat
 def _make_moments(training: BufferedTraining) -> None:
     """Create the optimizer's state before the first step.
 
-    distrib_optimizer.py:642 reads the step of every parameter, which torch's AdamW has only after one.
+    distrib_optimizer.py:642 reads the step of every parameter, which torch's AdamW has only after its first step.
     """
     for chained in training.optimizer.chained_optimizers:
         adam = chained.optimizer

@@ -24,8 +24,8 @@ from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 def megatron_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
     """Give each data-parallel rank, and all ranks that share its rows, its own entry of each argument.
 
-    The result of each comes from the first of the ranks that split matrices and sequences, on the last pipeline stage
-    (`Mesh.is_output_rank`).
+    The result for each data-parallel rank comes from the first of its ranks that split matrices and sequences, on the
+    last pipeline stage (`Mesh.is_output_rank`).
 
     Raises:
         DispatchError: An argument is not a list with an entry for each data-parallel rank, or the meshes do not fit.

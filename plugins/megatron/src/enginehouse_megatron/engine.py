@@ -52,12 +52,12 @@ NEEDS_LESS = (
 
 
 class MegatronEngine:
-    """`TrainEngine` on megatron-core (`enginehouse.engines.train`), one object a rank."""
+    """`TrainEngine` on megatron-core (`enginehouse.engines.train`), one object per rank."""
 
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: MegatronOptions, context: ProcessContext) -> None:
-        """Join the ranks, build this rank's part of the model and read its weights; training state is made when needed.
+        """Join the ranks, build this rank's part of the model and read its weights. Training state is made when needed.
 
         Raises:
             ModelError: The model cannot be loaded, or has no architecture.
@@ -136,7 +136,7 @@ class MegatronEngine:
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients, only for the tokens of `loss_mask` if the batch has one.
 
-        Returns None on ranks that another rank answers for.
+        Returns None on ranks whose results another rank returns.
         """
         self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
@@ -151,7 +151,7 @@ class MegatronEngine:
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             training = self._get_training()
             for part in self._models:
-                part.train()  # there is no dropout: it only has activations recomputed
+                part.train()  # without dropout this only enables recomputing of activations
             with training.accumulating():
                 metrics, weight = self._passes.forward_backward(training.models, batch, loss)
         answers = self.mesh.is_output_rank  # other ranks see the same rows, which are counted once
@@ -165,7 +165,7 @@ class MegatronEngine:
             return self._get_training().step()
 
     def _get_training(self) -> BufferedTraining:
-        """Return gradients and optimizer, which are made at first use: they are several times as large as the model."""
+        """Return gradients and optimizer, made at first use because they are several times as large as the model."""
         if self._training is None:
             self._training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
         return self._training

@@ -1,7 +1,7 @@
-"""Experts of torch's own operations, with the parameter names of experts made of transformer-engine modules.
+"""Experts made of torch's own operations, with the parameter names of transformer-engine's experts.
 
-Each rank has whole experts (`expert_parallel`), with a parameter for each expert and matrix. megatron-core's router and
-its all-to-all dispatcher choose their tokens and return the results.
+Each rank has whole experts (`expert_parallel`), with a parameter for each expert and matrix. megatron-core's router
+chooses the tokens of each expert, and its all-to-all dispatcher sends them and returns the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GroupedLinear(torch.nn.Module):
     """
 
     axis: ClassVar[int]
-    """Dimension by which more ranks would split the matrices; only a checkpoint notes it."""
+    """Dimension by which more ranks would split the matrices; only checkpoints use it."""
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any
@@ -83,9 +83,9 @@ def experts_layer() -> ModuleSpec:
 
 
 def release(model: torch.nn.Module) -> None:
-    """Release the last batch's routing, which the dispatchers keep (token_dispatcher.py:610), and with it its graph.
+    """Release the last batch's routing, which the dispatchers keep (token_dispatcher.py:610), with its graph.
 
-    The graph holds the hooks of the gradients, which hold the model: a cycle through C++ that Python does not collect.
+    The graph holds the gradients' hooks, and these hold the model: a cycle through C++ that Python does not collect.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer):

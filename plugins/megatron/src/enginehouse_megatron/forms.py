@@ -1,8 +1,8 @@
-"""Forms: how a parameter of megatron-core is made of tensors of a Hugging Face checkpoint.
+"""Forms: how the tensors of a Hugging Face checkpoint make up a parameter of megatron-core.
 
 megatron-core joins tensors that are multiplied with the same input: gate and up projections; queries, keys and values.
-Tensor parallelism splits the joined parameter so that a rank's part consists of its parts of the stored tensors, each
-split into plain blocks. So a form is two functions between a rank's own parts, without communication.
+Tensor parallelism splits stored tensors into plain blocks, and joins a rank's blocks to its part of the parameter. A
+form is therefore two functions between a rank's own parts, without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes of the attention: `queries` is the number of query heads for each key-value head, `size` that of a head."""
+    """Sizes of the attention: `queries` per key-value head, and the `size` of a head."""
 
     queries: int
     size: int

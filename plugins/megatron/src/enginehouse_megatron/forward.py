@@ -1,7 +1,7 @@
 """Runs a rank's part of a model over micro-batches with megatron-core's schedules, and turns tokens into outputs.
 
-All stages of a pipeline and all ranks that split a matrix or a sequence cut the same batch in the same way, each by
-itself. The number of micro-batches is agreed with the data-parallel ranks as well.
+All stages of a pipeline, and all ranks that split a matrix or a sequence, cut the same batch in the same way, without
+communication. Data-parallel ranks agree on the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Step = Callable[[Packed, torch.Tensor], Any]
-"""Work of the last stage on a micro-batch and the model's output. Returns what is collected; with gradients, the loss,
-a count of tokens and what is collected."""
+"""Processes a micro-batch and the model's output on the last stage. Returns the result to collect; with gradients, the
+loss, a count of tokens and the result."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,7 +48,7 @@ class StagePasses:
 
     Attributes:
         vocabulary: Number of tokens.
-        budget: Most tokens of a micro-batch, except for a longer row (`tokens_per_microbatch`).
+        budget: Maximum tokens of a micro-batch, unless a single row is longer (`tokens_per_microbatch`).
         during: Entered around each pass, with a description of it (`MemoryGuard.during`).
     """
 
@@ -83,7 +83,7 @@ class StagePasses:
         if not self._is_last:
             return None
         columns = {name: torch.zeros(len(ids)) for name in COLUMNS if getattr(outputs, name)}
-        for packed, values in results:  # after all were launched: reading a result waits for the device
+        for packed, values in results:  # after all were launched, because reading a result waits for the device
             for name, column in values.items():
                 columns[name][torch.from_numpy(packed.needed)] = column.cpu()
         offsets = batch.ragged("input_ids").offsets
@@ -95,7 +95,7 @@ class StagePasses:
         """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
-            Metrics, and the weight that the sum's mean divides by; nothing and 0 unless on the last stage.
+            Metrics, and the weight that divides the sum for its mean; on other stages than the last, nothing and 0.
         """
         check_outputs(self.has_values, loss.outputs)
         if loss.name not in self._losses:
@@ -106,7 +106,7 @@ class StagePasses:
 
         def step(packed: Packed, output: torch.Tensor) -> Any:
             values = self._build_columns(packed, output, loss.outputs)
-            # Even if the loss depends on none of it, because the other stages wait for a gradient.
+            # The loss may not depend on the columns, but the other stages wait for a gradient.
             total = 0.0 * sum(column.sum() for column in values.values())
             if packed.rows is not None:
                 with self.during(f"computing the loss {(loss.wraps or loss.name)!r} of {len(packed.rows)} rows"):
@@ -115,7 +115,7 @@ class StagePasses:
                 weights.append(value.weight)
                 metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
                 total = total + value.total.to(self.device)
-            # The second is megatron-core's count of tokens: gradients are divided at the step, by the loss's weight.
+            # megatron-core's count of tokens is 0, because the step divides gradients by the loss's weight.
             return total, torch.zeros((), dtype=torch.int), {}
 
         self._run(models, self._cut(batch), token_ids(batch), loss.outputs, step, forward_only=False)
@@ -144,7 +144,7 @@ class StagePasses:
         """Run micro-batches of a batch with flat token ids `ids` through the pipeline.
 
         Returns:
-            What `step` collected, an entry for each micro-batch; nothing unless on the last stage.
+            What `step` collected, one entry per micro-batch; on other stages than the last, nothing.
         """
 
         def forward_step(coming: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -228,7 +228,7 @@ class StagePasses:
     def _score(
         self, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Return `scores` of the tokens that this context-parallel rank predicts, by its rows of the vocabulary."""
+        """Return `scores` of the tokens that this context-parallel rank predicts, from its part of the vocabulary."""
         split = None
         if self._tensor.size() > 1:
             first = self._tensor.rank() * len(weight)
@@ -246,7 +246,7 @@ class StagePasses:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks that all compute the same with it, so that each rank's gradient goes only to its own part."""
+    """A sum over ranks that all use it in the same way, so that each rank's gradient goes only to its own part."""
 
     @staticmethod
     def forward(ctx: Any, column: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

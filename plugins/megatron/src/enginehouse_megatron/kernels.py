@@ -1,6 +1,6 @@
-"""Imports megatron-core without a page of warnings, and logs once which packages it lacks.
+"""Imports megatron-core without its many warnings, and logs once which packages it lacks.
 
-Modules that may be the first to import megatron-core import this one before.
+Every module that may be the first to import megatron-core imports this module before it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ OPTIONAL = {
 """Packages that megatron-core uses if they are installed, and their purpose."""
 
 log = logging.getLogger(__name__)
-logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter and all settings
+logging.getLogger("megatron").setLevel(logging.WARNING)  # at INFO it lists every parameter and all settings
 
-# Warnings about its own modules, and torch's about the collectives it calls: nothing a user could act on.
+# Warnings about megatron-core's own modules, and torch's about its collectives: a user cannot act on them.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
-with warnings.catch_warnings(action="ignore"):  # "Transformer Engine and Apex are not installed", six times over
+with warnings.catch_warnings(action="ignore"):  # "Transformer Engine and Apex are not installed", six times
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
@@ -40,7 +40,7 @@ def missing() -> list[str]:
 
 
 def say_missing(device: str) -> None:
-    """Log one line with the missing packages that would make a GPU faster; a CPU cannot use them."""
+    """Log the missing packages that would make a GPU faster; a CPU cannot use them."""
     if device == "cpu" or has_transformer_engine():
         return
     packages = "; ".join(f"{name} ({OPTIONAL[name]})" for name in missing())

@@ -1,7 +1,7 @@
-"""A decoder layer of torch's own operations, with the parameter names of the layer made of transformer-engine modules.
+"""A decoder layer made of torch's own operations, with the parameter names of transformer-engine's layer.
 
 megatron-core's own layer without transformer-engine has other names, no packed sequences, no context parallelism and no
-norms under sequence parallelism. This one has them all, on CPUs and GPUs, and both layers can read the same checkpoint.
+norms under sequence parallelism. This layer has them all, on CPUs and GPUs, and reads the same checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from enginehouse_megatron.options import has_transformer_engine
 def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
     """Return the layers of this rank's part of the pipeline, or of its virtual stage `stage`.
 
-    They are transformer-engine's on a GPU if it is installed, else made of torch's operations.
+    The layers are transformer-engine's on a GPU if it is installed, else made of torch's operations.
     """
     if device == "cuda" and has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
@@ -70,7 +70,7 @@ def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # else it is in linear_fc1
+            pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # without experts the norm is in linear_fc1
             mlp=experts_layer() if with_experts else ModuleSpec(MLP, submodules=matrices),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -104,8 +104,8 @@ class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 class PackedAttention(MegatronModule):
     """Stands in for `TEDotProductAttention` on packed rows: causal, with grouped keys and values.
 
-    Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them,
-    and gathers keys and values of the other ranks.
+    Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts it,
+    and gathers the keys and values of the other ranks.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Return `(tokens, heads * size)`: each row attends to itself, causally whatever the mask.
+        """Return `(tokens, heads * size)`: each row attends to itself, causally, whatever the mask.
 
         This rank's queries are `(tokens, heads, size)`, its keys and values `(tokens, groups, size)`.
         """
@@ -161,7 +161,7 @@ class PackedAttention(MegatronModule):
             )
             attended = F.scaled_dot_product_attention(
                 *(part.unflatten(0, (-1, longest)).transpose(1, 2) for part in spread),
-                is_causal=True,  # padding stands after what attends
+                is_causal=True,  # the padding is last
                 scale=self._scale,
                 enable_gqa=True,
             )

@@ -1,4 +1,4 @@
-"""Estimates the memory of a rank of the `megatron` engine; compared with no measurement. Light to import."""
+"""Estimates the memory of a rank of the `megatron` engine; not compared with measurements. Light to import."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of weights that are joined at once, except for a larger tensor."""
+"""Bytes of weights that are joined at once, unless a single tensor is larger."""
 
 
 def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a rank of the first stage while as many micro-batches are in progress as there are stages.
+    """Estimate a rank of the first pipeline stage, with as many micro-batches in progress as there are stages.
 
-    Gradients are float32 in one buffer; the float32 copy and the moments are shared out over data-parallel ranks.
+    Gradients are float32 in one buffer. Data-parallel ranks divide the float32 copy and the moments among them.
     """
     shape, size = demand.shape, demand.itemsize
     split, stages, context = options.tensor_parallel, options.pipeline_parallel, options.context_parallel

@@ -1,8 +1,8 @@
-"""Lets megatron-core 0.16 run on a CPU with gloo. Nothing here is done for an engine on a GPU.
+"""Lets megatron-core 0.16 run on a CPU with gloo. An engine on a GPU uses nothing of this module.
 
 megatron-core is written for GPUs: it makes tensors on the device "cuda", and asks `torch.cuda` for the current one.
-Each piece below names the lines that it stands in for, and goes once these ask for the device of the model. Replacing
-parts of `torch.cuda` breaks nothing: without a GPU they only raise, and all engines of a process have one device.
+Each piece below names the lines that it replaces, and can go once these lines use the device of the model. Replacing
+parts of `torch.cuda` breaks nothing: without a GPU they only raise, and all engines of a process use the same device.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def adapt(device: str) -> None:
     # Used as `device=torch.cuda.current_device()`: rotary_pos_embedding.py:162, utils.py:631 (buffers of sequence
     # parallelism), mappings.py:91, 141, p2p_communication.py:190, 313, param_and_grad_buffer.py:783, 800.
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
-    # p2p_communication.py:242, 398, which wait for what gloo has done when `wait` returns.
+    # p2p_communication.py:242, 398 wait for operations that gloo has finished when `wait` returns.
     torch.cuda.synchronize = lambda device=None: None
-    # language_module.py:244, of an embedding tied over pipeline stages.
+    # language_module.py:244 calls it for an embedding tied over pipeline stages.
     torch.Tensor.cuda = lambda self, *args, **arguments: self  # type: ignore[method-assign,assignment]
-    # random.py:41 and 72, the states that recomputing activations puts back: a CPU has one generator.
+    # random.py:41 and 72: recomputing activations restores these states, and a CPU has one generator.
     random._get_cuda_rng_state = lambda *args, **arguments: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **arguments: torch.set_rng_state(state)
-    # router.py:531, which is compiled: on a CPU that takes seconds to minutes, for a few additions.
+    # router.py:531 is compiled, which takes seconds to minutes on a CPU, for a few additions.
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-    # token_dispatcher.py:445, where it makes the stream that `_list_splits` has no use of.
+    # token_dispatcher.py:445 makes this stream, which `_list_splits` does not use.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _list_splits
 
@@ -69,7 +69,7 @@ def adapt(device: str) -> None:
 def _list_splits(
     self: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Turn sizes for all-to-all into plain numbers, which token_dispatcher.py:862 copies to the CPU."""
+    """Turn sizes for all-to-all into plain numbers, as token_dispatcher.py:862 does by copying them to the CPU."""
     if point == self.cuda_dtoh_point and not self.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if (splits := getattr(self, name)) is not None:
@@ -78,7 +78,7 @@ def _list_splits(
 
 
 def _say_cpu(function: Callable[..., Any]) -> None:
-    """Replace the constants of a function, and of functions inside it, that name a GPU."""
+    """Replace the constants that name a GPU, in a function and in functions inside it."""
     function = getattr(function, "__func__", function)
     while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         function = wrapped

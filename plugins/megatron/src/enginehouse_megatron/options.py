@@ -27,7 +27,7 @@ from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:
-    """Return True if transformer-engine is installed, which megatron-core cannot tell: it has mocks of it."""
+    """Return True if transformer-engine is installed. megatron-core cannot tell, because it has mocks of it."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -79,7 +79,7 @@ class MegatronOptions(TrainOptions):
         return self.model_copy(update={"recompute": "full" if device == "cuda" else "none"})
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """Reject float32 on a GPU if transformer-engine is installed: it has no such attention for packed sequences."""
+        """Reject float32 on a GPU with transformer-engine, which has no float32 attention for packed sequences."""
         if dtype == "float32" and device == "cuda" and has_transformer_engine():
             raise ConfigError(
                 "megatron: on GPUs its layers are those of transformer-engine, which is installed here and has no "
@@ -94,15 +94,15 @@ class MegatronOptions(TrainOptions):
         """Check that the model's architecture is known and that the axes divide it."""
         if "model_type" in config:
             reference = name_architecture(config["model_type"], self.architecture)
-            if self.architecture != "auto":  # the user's own module, which the plan imports as it does a reward's
+            if self.architecture != "auto":  # the user's own module, which the plan imports as it imports rewards
                 try:
                     resolve(reference)
                 except ResolveError as error:
                     raise ConfigError(f"megatron: architecture: {error}") from error
         experts = number_of_experts(config)
-        # Only the engine knows which layers have no experts, and so a feed-forward part to divide.
+        # Only the engine knows which layers have no experts, and therefore a feed-forward part to divide.
         check_divided(config if not experts else {**config, "intermediate_size": None}, self)
-        if self.architecture == "auto":  # else its experts may be counted under another name
+        if self.architecture == "auto":  # another architecture may count experts under another name
             check_experts(experts, self)
             check_router(config if experts else {})
 
@@ -110,8 +110,8 @@ class MegatronOptions(TrainOptions):
         """Check a model's config and the names in its files; return notes on what is not trained.
 
         Raises:
-            ModelError: The model does something that this engine does not, or its files hold tensors that belong to it
-                and have no name in its architecture.
+            ModelError: The engine does not support the model, or the model's files hold tensors that have no name in
+                its architecture.
         """
         from enginehouse.weights.names import stored_names
         from enginehouse_megatron.architectures import find_architecture
@@ -124,5 +124,5 @@ class MegatronOptions(TrainOptions):
         return architecture.held(model, read, tied=bool(config.tie_word_embeddings)).notes()
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
-        """Estimate the memory of a rank, or return None if experts are shared out."""
+        """Estimate the memory of a rank, or return None if ranks divide the experts."""
         return memory_use(self.for_device(demand.device), demand) if self.expert_parallel == 1 else None

@@ -1,4 +1,4 @@
-"""Changes a `GPTModel`: it computes scores only where they are needed, and learns nothing from looking padding up."""
+"""Changes a `GPTModel` so that it scores only the needed positions and looking padding up trains nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
-    """Give the output layer only the positions that `only_at` names, of all ranks that share a sequence's tokens.
+    """Give the output layer only the positions that `only_at` names, from all ranks that share a sequence's tokens.
 
-    It gets whole rows of the hidden state, as without sequence parallelism, but far fewer of them.
+    It gets whole rows of the hidden state, as without sequence parallelism, but only a few of them.
     """
     if not model.post_process:
         return
@@ -35,7 +35,7 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
 def keep_padding(model: GPTModel, padding: int | None) -> None:
     """Give the embedding of the token `padding` no gradient where it is looked up, as `torch.nn.Embedding` does.
 
-    A policy may sample that token. Its embedding is often zero, where a norm's gradient is largest: one such token
+    A policy may sample that token. Its embedding is often zero, where a norm's gradient is so large that one such token
     would decide a step's direction.
     """
     if not model.pre_process or padding is None:
@@ -76,8 +76,8 @@ def only_at(
     Args:
         model: The model, on any stage.
         positions: Positions among this rank's tokens, int64 `(positions,)`.
-        score: Makes the output layer's result, `(positions, columns)`, from hidden states, `(positions, hidden)`, and
-            its weight; None keeps the layer's own result, such as values.
+        score: Computes the output layer's result, `(positions, columns)`, from hidden states, `(positions, hidden)`,
+            and the layer's weight; None keeps the layer's own result, such as values.
     """
     layer = model.output_layer if model.post_process and score is not None else None
 
@@ -96,4 +96,4 @@ def only_at(
     finally:
         del model.needed_positions
         if layer is not None:
-            del layer.forward  # uncovers that of its class
+            del layer.forward  # the class's forward is used again

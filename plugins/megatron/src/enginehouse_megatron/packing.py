@@ -1,6 +1,6 @@
-"""Lays rows of a batch end to end, as the input of a micro-batch, and finds where its results belong.
+"""Lays rows of a batch end to end as the input of a micro-batch, and finds the places of the results.
 
-It works in numpy and knows nothing of models. A row ends before its last token, from which nothing is predicted, and
+It works in numpy and knows nothing of models. A row ends before its last token, which predicts nothing, and
 only positions that predict a needed token get logits. `enginehouse_torch.modeling.packing` lays rows side by side.
 """
 
@@ -22,7 +22,7 @@ class Packed:
     """The rows of a micro-batch, end to end.
 
     Attributes:
-        rows: Numbers of the batch's rows, ascending; None if there are none, and it only runs because other ranks run.
+        rows: Numbers of the batch's rows, ascending; None if this rank runs only because other ranks run.
         lengths: Lengths of the sequences in tokens, perhaps with a sequence of padding at the end.
         tokens: Index into the batch's flat tokens for each input position; -1 for padding.
         predictor: For each needed token, the input position whose output predicts it.
@@ -41,10 +41,10 @@ def pack(rows: BatchRows, chosen: Sequence[int], members: Indices | None, *, eac
 
     Args:
         rows: The batch's rows.
-        chosen: Rows to compute, which have a needed token; if there are none, the result is one sequence of padding.
-        members: The micro-batch's rows, ascending, with those that only the loss may count.
-        each: Number of tokens of which every sequence becomes a multiple.
-        whole: Number of tokens of which the sum becomes a multiple; itself a multiple of `each`.
+        chosen: Rows to compute, each with a needed token; if there are none, the result is one sequence of padding.
+        members: The micro-batch's rows, ascending, including those that only the loss may count.
+        each: The length of every sequence becomes a multiple of this number of tokens.
+        whole: The sum of all lengths becomes a multiple of this number, which is a multiple of `each`.
     """
     lengths, tokens, predictor, needed = [], [], [NOTHING], [NOTHING]
     at = 0
@@ -64,7 +64,7 @@ def pack(rows: BatchRows, chosen: Sequence[int], members: Indices | None, *, eac
 
 
 def plan(rows: BatchRows, budget: int, *, each: int, whole: int) -> list[Packed]:
-    """Cut a batch into micro-batches of at most `budget` tokens, except for a longer row; none if it has no rows."""
+    """Cut a batch into micro-batches of at most `budget` tokens, unless a row is longer; none if it has no rows."""
     if not len(rows.starts):
         return []
     present = np.flatnonzero(rows.ends)

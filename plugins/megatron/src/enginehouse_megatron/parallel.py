@@ -1,4 +1,4 @@
-"""megatron-core's process groups, which it keeps in globals, so that all roles in a process share a layout."""
+"""megatron-core's process groups. It keeps them in globals, so all roles in a process share a layout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int
             expert_model_parallel_size=expert_parallel,
             expert_tensor_parallel_size=1,
         )
-        # There is no dropout, and weights are read, not drawn: all ranks may have the same random states.
+        # Without dropout or sampled weights, all ranks may have the same random states.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     _users.append(layout)
 
@@ -54,7 +54,7 @@ def leave() -> None:
         _users.pop()
         if not _users:
             parallel_state.destroy_model_parallel()
-            # megatron-core 0.16.1 keeps these groups, and with them gloo's threads.
+            # megatron-core 0.16.1 keeps these groups, and so gloo's threads.
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
             RotaryEmbedding.forward.cache_clear()  # rotary_pos_embedding.py:177, which keeps the module and its group

@@ -93,7 +93,7 @@ class SplitWeights:
     def _join(
         self, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """Fill whole tensors from the parts of the ranks that split or share out the tensors; collective over these."""
+        """Fill whole tensors from the parts of the ranks that split or hold them; collective over these ranks."""
         split, dealt = [], []
         for stored, part, whole in zip(tensors, parts, wholes, strict=True):
             if stored.split is not None and self._tensor.size() > 1:
@@ -111,7 +111,7 @@ class SplitWeights:
 
 
 def _exchange(own: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Write every rank's own tensors to the places of that rank, on every rank; collective, unless there are none."""
+    """Copy every rank's own tensors to that rank's places, on every rank; collective, unless there are none."""
     longest = max(sum(place.numel() for place in of_rank) for of_rank in places)
     if not longest:
         return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class BufferedTraining:
-    """Trains a rank's parts of the model, as `build.callable_part` gave them; their parameters become views of buffers.
+    """Trains a rank's parts of the model, from `build.callable_part`. Their parameters become views of buffers.
 
     Args:
         own_weights: Returns this rank's part of each weight by its Hugging Face name.
@@ -63,7 +63,7 @@ class BufferedTraining:
                 use_distributed_optimizer=True,
             ),
             self.models,
-            config_overrides={},  # weight decay of every parameter, as every engine here has it
+            config_overrides={},  # weight decay of every parameter, as in every engine here
         )
         self._weight = 0.0
         self.step_number = 0
@@ -71,23 +71,23 @@ class BufferedTraining:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Add gradients up without a sum over ranks, which is done once, at the step."""
+        """Accumulate gradients without summing them over ranks, which the step does once."""
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.no_sync())
             yield
 
     def count(self, weight: float) -> None:
-        """Add to the weight of the accumulated loss; a step divides the gradient by its sum over all ranks."""
+        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
-        """Sum over ranks, normalise, clip, step, zero; collective.
+        """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        Only the gradients change if their norm is not finite, or if no rank counted anything.
+        If the gradients' norm is not finite, or no rank counted anything, only the gradients are zeroed.
 
         Raises:
-            NonFiniteWeights: The step left weights that are not finite, on whichever rank.
+            NonFiniteWeights: The step made weights on some rank not finite.
         """
         counted = torch.tensor(self._weight, dtype=torch.float64)
         dist.all_reduce(counted)
@@ -126,17 +126,17 @@ class BufferedTraining:
             group["betas"] = self._options.betas
             group["eps"] = self._options.eps
         for state in self._iter_states():
-            if "step" in state:  # distrib_optimizer.py:818 gives all parameters one tensor, which each would count up
+            if "step" in state:  # distrib_optimizer.py:818 gives all parameters one tensor, which each would increment
                 state["step"] = torch.tensor(float(step_number))
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the buffers that gradients are added up in, which stay between steps."""
+        """Return the buffers in which gradients accumulate. They stay between steps."""
         return [
             buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers)
         ]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Return this rank's moments, and its float32 copy of the parameters in half precision, else views of them."""
+        """Return this rank's moments, and its float32 copy of half-precision parameters, else views of parameters."""
         groups = [group for optimizer in self.optimizer.chained_optimizers for group in optimizer.param_groups]
         tensors: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
         return tensors + [value for state in self._iter_states() for value in state.values() if torch.is_tensor(value)]

@@ -36,8 +36,8 @@ class StoredTensor:
     Attributes:
         name: Name in the checkpoint.
         shape: Whole shape.
-        split: Dimension by which tensor parallelism splits it; None: every rank has the whole tensor.
-        holder: Rank, of those that share out experts, that has this expert's tensor; None: it is of no expert.
+        split: Dimension by which tensor parallelism splits the tensor; None: every rank has the whole tensor.
+        holder: Among the ranks that divide experts, the rank that has this expert's tensor; None: not an expert's.
     """
 
     name: str
@@ -71,7 +71,7 @@ class MappedParameter:
 
 
 class ModelFiles:
-    """The safetensors files of a model directory, read by parts; they need not hold the tensors `made`, by name."""
+    """The safetensors files of a model directory, read by parts. Tensors in `made` need not be in the files."""
 
     def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open
@@ -130,7 +130,7 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
 
 
 def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
-    """Return the number in a name among all ranks' if the name counts from this rank's first."""
+    """Return the number in a name plus `first`, this rank's first number; None if the name has no number."""
     number = pattern.search(name)
     return None if number is None else first + int(number.group())
 
@@ -138,10 +138,10 @@ def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
 def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -> None:
     """Mark a parameter of which each rank has another part, so that a norm counts all parts.
 
-    megatron-core marks it when it draws first values (layers.py:131, 250), but here none are drawn. An expert's
-    gradient is summed over all ranks that hold it, because each rank brings tokens. megatron-core does this with
-    `allreduce=False`, which it sets only if experts are shared out (transformer_engine.py:1551). It is always set here,
-    so that a checkpoint has the same two optimizers in every layout.
+    megatron-core marks it when it initialises weights (layers.py:131, 250), which does not happen here. All ranks that
+    hold an expert sum its gradient, because each rank brings tokens. megatron-core marks this with `allreduce=False`,
+    which it sets only if ranks divide the experts (transformer_engine.py:1551). Here it is always set, so that a
+    checkpoint has the same two optimizers in every layout.
     """
     if is_expert:
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -
 
 
 def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, rank: int, size: int) -> None:
-    """Read the part of each weight of rank `rank` of the `size` that split matrices; rows without a token become 0.
+    """Read rank `rank`'s part of each weight, of `size` ranks that split matrices; rows without a token become 0.
 
     Raises:
         ModelError: A stored tensor has another shape than the model's config says, or is not finite.
@@ -178,7 +178,7 @@ def gather_stages(
 ) -> list[list[StoredTensor]]:
     """Return the stored tensors of each of `pipeline` stages, in the order of each rank's own parameters; collective.
 
-    The ranks of a stage are neighbours and have the same tensors, except that `sharing` neighbours share out experts.
+    The ranks of a stage are neighbours and have the same tensors, except that `sharing` neighbours divide the experts.
     """
     own = [astuple(stored) for entry in mapped for stored in entry.stored]
     of_ranks = [

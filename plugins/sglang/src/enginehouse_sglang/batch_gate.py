@@ -1,4 +1,4 @@
-"""Decides which requests SGLang may have in a batch, so that a seed gives the same tokens whatever runs beside.
+"""Decides which requests SGLang may have in a batch, so that a seed gives the same tokens whatever else runs.
 
 SGLang samples a whole batch in one of two ways: by token ids or, if any row has `top_p`, `top_k` or is greedy, by ranks
 of likelihood (0.5.23, `Sampler._sample_from_probs`). A seeded row gets different tokens in the two ways.

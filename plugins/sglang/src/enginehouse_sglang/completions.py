@@ -21,7 +21,7 @@ class PendingCompletion:
         versions: Weight versions of the first and the last token of each answer.
         reason: Finish reason; None until it ends.
         rows: Number of rows sent to SGLang.
-        aborted: True if somebody here asked to end it.
+        aborted: True if this engine was asked to end it.
     """
 
     rid: str
@@ -47,7 +47,7 @@ class PendingCompletion:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            # Without stop tokens of ours SGLang must use none of its own; with some, it cannot be told not to.
+            # If we pass stop tokens, SGLang also uses its own; if we pass none, it must use none.
             "ignore_eos": not ends,
             "stop_token_ids": sorted(ends),
             "sampling_seed": self.seed,
@@ -105,7 +105,7 @@ class PendingCompletion:
 
 
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
-    """Return the `n` completions of a request, each with its own seed; a single one if all would be the same.
+    """Return the `n` completions of a request, each with its own seed, or a single one if all would be the same.
 
     Each is a separate request to SGLang, which gives all samples of a seeded request the same tokens.
     """

@@ -35,7 +35,7 @@ class SGLangRollout:
     In addition:
 
     * A request is one HTTP request with a row for each sample, and ends by itself. If more than `MOST_CONNECTIONS`
-      arrive in one turn of the event loop, some travel together and are answered together (`RequestQueue`).
+      arrive in one turn of the event loop, some share a connection and are answered together (`RequestQueue`).
     * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
       the new weights.
     * On a server that ran already, a pause also holds the requests of other clients, and does not end them.
@@ -134,7 +134,7 @@ class SGLangRollout:
         return settings
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; cancelling the call ends the request."""
+        """Generate the completions of a request. Cancelling the call aborts the request."""
         _ = self.server
         check_awake(self._asleep, self._weights.is_lost)
         check_request(request, self._vocabulary, self._max_model_tokens)
@@ -201,7 +201,7 @@ class SGLangRollout:
                 await self._go_on()
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Be ready to stage a version; an update that was started and not finished is thrown away."""
+        """Prepare to stage a version. Discard an update that was started and not finished."""
         _ = self.server
         check_weights_awake(self._asleep)
         await asyncio.to_thread(self._weights.start, update)
@@ -224,7 +224,7 @@ class SGLangRollout:
         return Health(*self._queue.count_completions(), self._queue.paused, self._weights.version)
 
     async def shutdown(self) -> None:
-        """End a server that was started here, and let another one continue; open requests raise `SGLangFailed`."""
+        """End the server if this engine started it, else let it continue; open requests raise `SGLangFailed`."""
         server, self._server = self._server, None
         if server is None:
             return

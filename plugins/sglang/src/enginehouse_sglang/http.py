@@ -21,7 +21,7 @@ try:
 except ImportError:  # the standard library is several times slower
 
     def dumps(value: Any) -> bytes:
-        """JSON, as bytes."""
+        """Return `value` as JSON bytes."""
         return json.dumps(value, separators=(",", ":")).encode()
 
     loads = json.loads
@@ -71,7 +71,7 @@ class Address:
         """
         content = b"" if body is None else dumps(body)
         lines = [
-            f"{method} {self._path}{path} HTTP/1.0",  # its answers come in one piece
+            f"{method} {self._path}{path} HTTP/1.0",  # answers to HTTP/1.0 come in one piece
             f"Host: {self._name}",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",

@@ -19,7 +19,7 @@ from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
 MARKS = 4096
-"""Most elements of a parameter that are marked: several for each tensor that SGLang joins in it, such as heads of
+"""Maximum number of marked elements of a parameter: several for each tensor that SGLang joins in it, such as heads of
 queries, keys and values, or a layer's experts."""
 
 MARKED = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ NOT_SENT = (".k_scale", ".v_scale")
 """Endings of parameters that a checkpoint need not hold."""
 
 LOADER = f"{__name__}.load"
-"""SGLang's name for it, as `--custom-weight-loader` and as `load_format`."""
+"""SGLang's name for `load`, as `--custom-weight-loader` and as `load_format`."""
 
 
 def build_order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.Tensor]]:
@@ -44,7 +44,7 @@ def build_order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.T
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Check that every parameter lies there as it was staged, and only then load them all."""
+    """Check that memory holds every parameter as it was staged, and only then load them all."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     Reporter(order["reports"], rank).run(lambda: _load(model, order))
@@ -63,10 +63,10 @@ def _load(model: Any, order: dict[str, Any]) -> None:
 def find_unfilled(model: torch.nn.Module, load: Callable[[], Any]) -> list[str]:
     """Load, and return SGLang's names of the parameters that did not get all their elements.
 
-    SGLang's models skip a name that they do not know, at most with a log line, and do not report what they lack. So
-    elements all over each parameter are set to NaN before, which no weight is. If one is still NaN afterwards, it gets
-    its old value back. Scales of quantized keys and values, which a checkpoint need not hold, and parameters of 8 bits
-    or of integers are not checked.
+    SGLang's models skip a name that they do not know, at most with a log line, and do not report what they lack. This
+    function therefore sets elements all over each parameter to NaN first, which no weight is. If an element is still
+    NaN after the load, it gets its old value back. Scales of quantized keys and values, which a checkpoint need not
+    hold, and parameters of 8 bits or of integers are not checked.
     """
     marks: list[tuple[str, tuple[torch.Tensor, ...], torch.Tensor]] = []
     for name, parameter in model.named_parameters():

@@ -29,7 +29,7 @@ KEPT_LINES = 400
 KEYS = ("api_key", "admin_api_key")
 """Arguments that are not on the command line, because every user of the machine can read that."""
 KEYS_VARIABLE = "ENGINEHOUSE_SGLANG_KEYS"
-"""Environment variable that has them for `enginehouse_sglang.serve`, as a JSON list of words."""
+"""Environment variable that passes these arguments to `enginehouse_sglang.serve`, as a JSON list of words."""
 
 _PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 _ERROR = re.compile(r"^(?:\[[^\]]*\] )?([\w.]*(?:Error|Exception|Interrupt|Exit)\b.*)$")
@@ -83,7 +83,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a signal of the terminal is for the run
+                start_new_session=True,  # signals of the terminal go only to the run
                 preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -145,7 +145,7 @@ class ServerProcess:
         lines = list(self._lines)
         for line in reversed(lines):
             match = _ERROR.match(line.strip())
-            # An interrupt is how SGLang's processes learn of the end of another, whose error was before.
+            # SGLang interrupts its processes when another process ends, which has logged its error before.
             if match and not match[1].startswith(("KeyboardInterrupt", "SystemExit")):
                 return match[1][:1000]
         return " / ".join(line[:300] for line in lines[-5:] if line.strip())

@@ -1,4 +1,4 @@
-"""Requests on their way to SGLang: sent together, and answered each to its caller."""
+"""Sends requests to SGLang together, and gives each caller its own result."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOST_CONNECTIONS = 256
 """Approximate number of connections that one turn's requests open: a process may have a thousand files open."""
 
 ABORT_SECONDS, LONGEST_ABORT_SECONDS = 0.2, 5.0
-"""Wait before an abort is repeated: the first one, and the longest one, since it doubles."""
+"""Seconds before an abort is repeated: the first wait, which doubles each time, and the longest wait."""
 
 PROGRESS_SECONDS = 10.0
-"""Interval at which SGLang is asked for its load: a long response only arrives at its end."""
+"""Interval at which SGLang is asked for its load, because a long response arrives only at its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +96,7 @@ class RequestQueue:
         )
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; cancelling the call ends the request."""
+        """Generate the completions of a request. Cancelling the call aborts the request."""
         serial = next(self._serial)
         completions = split_request(request, self._labels.label(serial))
         pending = self._pending[serial] = PendingRequest(request, completions)
@@ -118,7 +118,7 @@ class RequestQueue:
                 self._unsent.remove(pending)
 
     def send_soon(self) -> None:
-        """Send what waits, unless paused, at the end of this turn of the event loop."""
+        """Send waiting requests at the end of this turn of the event loop, unless paused."""
         if self._unsent and not self._scheduled and not self.paused:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -149,7 +149,7 @@ class RequestQueue:
                 sampling, kind, [completion for pending in group for completion in pending.completions]
             )
         except HTTPStatusError as error:
-            if len(group) > 1:  # SGLang rejects one of them: the others are to be served
+            if len(group) > 1:  # SGLang rejects one of them, and the others can be served
                 await asyncio.gather(*(self._serve(sampling, [pending]) for pending in group))
                 return
             group[0].fail(EnginehouseError(f"request {group[0].request.id!r}: {error}"))
@@ -199,8 +199,8 @@ class RequestQueue:
             self._watching = False
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """End requests by id, or all; a request that shares a connection stops at once and is answered with the other
-        requests."""
+        """End requests by id, or all. A request that shares a connection stops at once, but is answered with the other
+        requests of its connection."""
         sent = []
         for pending in list(self._pending.values()):
             if ids is not None and pending.request.id not in ids:

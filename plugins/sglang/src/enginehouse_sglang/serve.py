@@ -1,7 +1,7 @@
 """`python -m enginehouse_sglang.serve ARGUMENTS` runs SGLang's own server, also on a CPU.
 
 It is `python -m sglang.launch_server ARGUMENTS` with stand-ins for what SGLang lacks on a CPU. Each process that SGLang
-starts has them too, because `multiprocessing` has it import the main module of its parent, which is this one.
+starts has them too, because `multiprocessing` imports its parent's main module there, which is this one.
 """
 
 from __future__ import annotations

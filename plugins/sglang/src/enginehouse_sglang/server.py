@@ -56,7 +56,7 @@ class SGLangServer:
         except NoAnswer as error:
             if self.process is None:
                 raise SGLangFailed(f"{self._where}: the sglang server is lost: {error}") from error
-            if self.process.is_alive():  # it is just ending, or one of its processes has
+            if self.process.is_alive():  # it, or one of its processes, is just ending
                 await self.process.end()
             raise SGLangFailed(self.process.describe_death()) from error
 
@@ -102,7 +102,7 @@ class SGLangServer:
         await self._control("/continue_generation")
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free and lose `"weights"` or `"kv_cache"`. A server that generates, or does not have them, ends."""
+        """Free `"weights"` or `"kv_cache"`, which are lost. A server that generates, or has freed them, ends."""
         await self._control("/release_memory_occupation", tags=list(parts))
 
     async def take_back(self, parts: Sequence[str]) -> None:

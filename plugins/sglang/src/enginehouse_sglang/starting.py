@@ -1,4 +1,4 @@
-"""Starts a server of SGLang's for a replica, with arguments and environment from the options of the backend."""
+"""Starts an SGLang server for a replica, with arguments and environment from the options of the backend."""
 
 from __future__ import annotations
 

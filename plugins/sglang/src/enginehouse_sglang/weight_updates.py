@@ -1,8 +1,8 @@
 """Stages a new weight version in this host's memory and has SGLang load all of it or nothing.
 
-SGLang itself changes weights in place, and an exception meanwhile ends its server. A server that a worker started
-therefore checks a version before it loads it from where it lies (`loader.py`); a server that ran already gets the
-bytes. For both, the version that was served is kept and loaded again if the new one cannot be.
+SGLang itself changes weights in place, and an exception while it does so ends its server. A server that a worker
+started therefore checks a version before it loads it from this host's memory (`loader.py`); a server that ran already
+gets the bytes. In both cases this worker keeps the served version, and has it loaded again if the new one fails.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SGLangWeights(StagedWeights):
         await self._load(server, ranks, {"directory": self._spec.path}, 0)
 
     async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:
-        """Load a version or, if that fails, load the one that was served again."""
+        """Load a version. If that fails, load the served version again."""
         try:
             await self._load(server, ranks, staged.source(), staged.number)
         except WeightSyncError as error:
@@ -83,7 +83,7 @@ class SGLangWeights(StagedWeights):
         """Load a version from where it lies, and drop keys and values of older weights.
 
         Raises:
-            WeightSyncError: It was not loaded, or only in part.
+            WeightSyncError: The version was not loaded, or only in part.
         """
         try:
             await server.begin_update()

@@ -1,6 +1,6 @@
-"""The conformance suites: what a backend, a weight transport, or any other part that a plugin brings must do.
+"""The conformance suites: what an engine, a weight transport, or any other part of a plugin must do.
 
-For its author's tests, and for `enginehouse certify`.
+Authors run them as tests of their plugin, or with `enginehouse certify`.
 
 Names are imported when first used: only the suites need pytest.
 """

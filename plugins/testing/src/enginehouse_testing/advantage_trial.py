@@ -1,4 +1,4 @@
-"""Calls an advantage under test as a run calls it, on made-up samples."""
+"""Calls an advantage under test on made-up samples, as a run calls it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from enginehouse_testing.trial import Trial
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTrial(Trial):
-    """Calls an advantage, with its arguments and further columns."""
+    """Calls an advantage with its arguments and additional columns."""
 
     record: Advantage
 
     def samples(self, groups: int = 4, size: int = 3) -> Batch:
-        """Return samples of a step, with all columns that a run can have; rewards differ."""
+        """Return a step's samples with all columns that a run can have; rewards differ."""
         batch = samples(self.given.columns, groups, size)
         return batch.drop(["advantages", "weights", "returns", *map(now, OUTPUTS)])
 
@@ -29,19 +29,19 @@ class AdvantageTrial(Trial):
         return credited
 
     def credits(self, batch: Batch) -> torch.Tensor:
-        """Return the advantage of each token that counts, float64 `(counted,)`."""
+        """Return the advantage of each token that counts, float64 `(tokens,)`."""
         return by_token(self.call(batch), batch)
 
 
 def by_token(credited: Batch, batch: Batch) -> torch.Tensor:
-    """Return the advantages of the tokens that count, one after the other, float64."""
+    """Return the advantages of all tokens that count, end to end, float64."""
     column, mask = credited["advantages"], batch.ragged("loss_mask")
     values = column.values if isinstance(column, Ragged) else column[mask.row]
     return values[mask.values].double()
 
 
 def problem_of(credited: object, batch: Batch) -> str:
-    """Describe what is wrong with an advantage's return value, whatever it computes; empty if nothing is."""
+    """Describe what is wrong with the form of an advantage's return value; empty if nothing is."""
     if not isinstance(credited, Batch):
         return f"it returned {type(credited).__name__}, not a Batch"
     if len(credited) != len(batch):

@@ -25,9 +25,9 @@ class Result:
 
     Attributes:
         name: the check's name.
-        capability: the check's capability; `"protocol"` for what every engine does.
-        layout: the layout; two, joined by an arrow, if a checkpoint went from one to the other; empty if the check's
-            capability is not declared.
+        capability: the check's capability; `"protocol"` if every engine must pass the check.
+        layout: name of the layout; two names, joined by an arrow, if a checkpoint went from one layout to the other;
+            empty if the check's capability is not declared.
         tolerance: largest error that passes.
         measured: the error; None if nothing was measured, not finite for a mistake without a size.
         outcome: `"warning"` if the check failed and is newer than the contract version of the plugin.
@@ -45,19 +45,19 @@ class Result:
 
 @dataclass(slots=True)
 class Certificate:
-    """The results of a record.
+    """The results of the checks of one record.
 
     Attributes:
         backend: the record's name.
         checks: results, in the order of the run.
         finished: False until all chosen checks have run.
-        whole: False if only some checks or layouts were chosen; then the certificate never says `passed`.
+        whole: False if only some checks or layouts were chosen. Such a certificate never says `passed`.
         kind: the record's kind: `"train"`, `"loss"`, ...
         runtime: versions of the engine's dependencies, if it ran in its own Python environment; else empty.
         device: the engine's device, except in checks for GPUs only; empty for a record that is no engine.
-        depends: further distributions whose versions here are given.
-        origin: the owner and the code of the record, or None if unknown.
-        commit: commit of the checkout that the code lies in, or None.
+        depends: additional distributions whose installed versions the certificate lists.
+        origin: the record's distribution and the digest of its code, or None if unknown.
+        commit: commit of the checkout that contains the code, or None.
         model: the model that an engine was checked with.
     """
 
@@ -85,12 +85,12 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed at every declared capability and layout, except checks that need a missing GPU, or
-        cannot be asked of the model."""
+        """True if every check passed at every declared capability and layout. Checks that need a missing GPU, or cannot
+        be asked of the model, do not count."""
         return self.clean and self.whole
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data. Numbers that are not finite are words, since JSON has none."""
+        """Return plain data. Numbers that are not finite are words, because JSON has none."""
         checks = [asdict(check) for check in self.checks]
         for check in checks:
             if check["measured"] is not None and not math.isfinite(check["measured"]):
@@ -162,14 +162,14 @@ def row(check: Result) -> tuple[str, ...]:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Return versions of what every result depends on, and of further distributions."""
+    """Return the versions of packages that every result depends on, and of additional distributions."""
     names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
     return {"python": platform.python_version()} | installed_versions(names)
 
 
 def depends_on(record: Any) -> list[str]:
-    """Return the distributions whose versions a backend's results depend on: those that it requires, those that its
-    plugin requires, and those that all engines require."""
+    """Return the distributions on whose versions a backend's results depend: the requirements of the backend, of its
+    plugin and of all engines."""
     required = [requirement.name for text in getattr(record, "requires", ()) for requirement in parse_requirement(text)]
     return list(dict.fromkeys([*required, *required_plugins(record), "torch", "transformers", "ray"]))
 

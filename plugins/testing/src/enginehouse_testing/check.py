@@ -1,8 +1,8 @@
-"""A check: acts on an engine or another part of a plugin, and a judgement of the results.
+"""A check: acts on an engine or another part of a plugin, and a judge of their results.
 
-A check's acts use the public protocol only. Acts of a training engine run on every rank, in lock step; acts of a
-rollout engine run in the process of its replica; all others run where the suite runs. The judge runs once, where the
-suite runs, and turns what the acts returned into one number that may not exceed the tolerance.
+A check's acts use only the public protocol. Acts of a training engine run on every rank, in lock step; acts of a
+rollout engine run in the process of its replica. All other acts run in the suite's own process. The judge runs
+there, once, and turns what the acts returned into one number, which may not exceed the tolerance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from enginehouse_testing.model_under_test import ModelUnderTest
 
 PROTOCOL = "protocol"
-"""Stands in the place of a capability for what every engine does."""
+"""Value of `capability` for a check that every engine must pass."""
 
 EXACT = 0.0
 """The tolerance of results that must be equal bit for bit."""
@@ -29,7 +29,7 @@ class Seen:
     Attributes:
         dp_rank: the data shard that the rank worked on.
         dp_size: number of data shards.
-        is_output: True if the rank answers for its shard.
+        is_output: True if the rank returns the results of its shard.
         value: the act's return value.
     """
 
@@ -44,7 +44,7 @@ class Measured:
     """A judge's result.
 
     Attributes:
-        error: number that is compared with the tolerance; `inf` for a mistake that has no size.
+        error: number to compare with the tolerance; `inf` for a mistake that has no size.
         detail: a description of the error and its place.
     """
 
@@ -53,7 +53,7 @@ class Measured:
 
 
 Act = Callable[..., Any]
-"""Takes a `Rank`, a `ReplicaTrial` (then it is a coroutine function), a `Link`, or the trial of a function."""
+"""Takes a `Rank`, a `ReplicaTrial` (the act is then a coroutine function), a `Link`, or a trial of a function."""
 
 Judge = Callable[..., Measured]
 
@@ -65,20 +65,20 @@ class Check:
     """One property of an engine, a transport or a function.
 
     Attributes:
-        name: stands in reports and selects the check.
+        name: name in reports, which also selects the check.
         capability: the capability that the check belongs to, or `PROTOCOL`.
         claim: the property, in one sentence.
         tolerance: largest error that passes; relative if the claim says so.
-        acts: each act of a training engine runs on fresh engines; the acts share `Rank.directory`.
-        judge: `judge(*seen)`, one list for each act, with one `Seen` for each rank.
-        between: the second act runs in another layout than the first, with another number of processes.
-        device: `"cuda"` needs a GPU for each process.
+        acts: each act of a training engine runs on new engines; the acts share `Rank.directory`.
+        judge: `judge(*seen)` gets one list for each act, with one `Seen` for each rank.
+        between: True if the second act runs in another layout than the first, with another number of processes.
+        device: `"cuda"` if the check needs a GPU for each process.
         also: a second capability that the check needs, or empty.
-        reads: the check reads back what was written, and does not run if the author gives no way to read it
+        reads: True if the check reads back what was written. It does not run if the author gives no way to read
             (`Given.read`).
-        since: the contract version that added the check; it only warns about a plugin written for an older version.
-        tolerances: largest error that passes with a model of the user's, by its dtype; empty: the check is of the tiny
-            models alone.
+        since: contract version that added the check; the check only warns about a plugin written for an older version.
+        tolerances: largest error that passes with a user's model, by the model's dtype; empty: the check runs only
+            with the tiny models.
         dtype: dtype that engines compute in, unless an act says otherwise.
     """
 
@@ -97,7 +97,7 @@ class Check:
     dtype: str = "float32"
 
     def of_model(self, model: ModelUnderTest) -> Self:
-        """Return the check of another model, whose acts and judge get the model's directory as an argument."""
+        """Return the check for another model. Its acts and judge get the model's directory as an argument."""
         asked = replace(self, tolerance=self.tolerances[model.dtype], dtype=model.dtype)
         return asked._with_directory(model.path) if model.path else asked
 
@@ -106,22 +106,22 @@ class Check:
         return replace(self, acts=tuple(partial(act, **given) for act in self.acts), judge=partial(self.judge, **given))
 
     def declared(self, capabilities: Collection[str]) -> bool:
-        """Return whether a record that declares these capabilities has to pass the check."""
+        """Return True if a record that declares these capabilities has to pass the check."""
         return all(name in (PROTOCOL, "", *capabilities) for name in (self.capability, self.also))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCheck(Check):
-    """One property of a rollout engine. Its one act gets a replica that serves `model`, at rest and not paused.
+    """One property of a rollout engine. Its only act gets a replica that serves `model`, at rest and not paused.
 
-    The replica is the one that the check before used, if that served the same model. Checks depend on nothing before
-    them but its weight version.
+    The act gets the replica of the check before if that served the same model. Nothing else but the weight version
+    carries over from earlier checks.
 
     Attributes:
         model: name of the served model in `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
-        breaks: the check leaves no usable replica behind.
-        ends: the process may end; the judge then gets the `WorkerError` that the controller made of it.
-        fresh: the check runs in a process in which no engine was before.
+        breaks: True if the check leaves no usable replica behind.
+        ends: True if the process may end; the judge then gets the `WorkerError` that the controller raises.
+        fresh: True if the check runs in a process that had no engine before.
     """
 
     model: str | None = "tied"
@@ -137,11 +137,11 @@ class RolloutCheck(Check):
 class Checks(list[Check]):
     """The checks of a module, in the order in which its functions are decorated.
 
-    A check is called as the decorated function, without a leading underscore. The function's docstring is the claim.
+    Call a check as the decorated function, without a leading underscore. The function's docstring is the claim.
 
     Args:
         cls: class of the checks made from the functions: `Check` or `RolloutCheck`.
-        shared: fields that all checks of the module have, unless the decorator says otherwise.
+        shared: fields of all checks of the module, unless the decorator says otherwise.
     """
 
     def __init__(self, cls: type[Check] = Check, **shared: Any) -> None:
@@ -149,7 +149,7 @@ class Checks(list[Check]):
         self._cls, self._shared = cls, shared
 
     def act(self, **fields: Any) -> Callable[[F], F]:
-        """Decorate an act that judges its result itself: it returns a `Measured`, or a mistake in words."""
+        """Decorate an act that judges its own result: it returns a `Measured`, or the description of a mistake."""
         return lambda function: self._add(function, acts=(function,), judge=own_judgement, **fields)
 
     def judge(self, *acts: Act, **fields: Any) -> Callable[[F], F]:
@@ -172,7 +172,7 @@ def _judge_value(judge: Callable[..., Measured], seen: Sequence[Seen], **argumen
 
 
 def own_judgement(seen: Sequence[Seen]) -> Measured:
-    """Return the result of an act that judges itself; its words are a mistake, unless they are empty."""
+    """Return the result of an act that judges itself. Words that it returned are a mistake, unless they are empty."""
     value: Measured | str = seen[0].value
     if isinstance(value, Measured):
         return value

@@ -1,4 +1,4 @@
-"""Measures how far two results differ, as one number and the place where the difference is largest."""
+"""Measures the difference of two results as one number, and finds the place where it is largest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def mismatch(tensors: Tensors, right: Tensors) -> str:
-    """Describe how names or shapes differ; empty if they do not."""
+    """Describe how names or shapes differ; empty if they are equal."""
     if missing := sorted(right.keys() - tensors.keys()):
         return f"missing: {', '.join(missing)}"
     if extra := sorted(tensors.keys() - right.keys()):
@@ -27,7 +27,7 @@ def mismatch(tensors: Tensors, right: Tensors) -> str:
 
 
 def largest_difference(tensors: Tensors, right: Tensors) -> Measured:
-    """Return the largest difference of any element, divided by the right result's largest value if that exceeds 1."""
+    """Return the largest difference of any element, divided by the largest right value if that exceeds 1."""
     if difference := mismatch(tensors, right):
         return wrong(difference)
     worst = Measured(0.0)
@@ -64,7 +64,7 @@ def relative(number: float, right: float, what: str) -> Measured:
 
 
 def larger(*measured: Measured) -> Measured:
-    """Return the result with the largest error; several results without a finite error are put into one."""
+    """Return the result with the largest error; several results without a finite error become one."""
     sizeless = [result.detail for result in measured if not math.isfinite(result.error)]
     if len(sizeless) > 1:
         return wrong("; ".join(dict.fromkeys(filter(None, sizeless))))

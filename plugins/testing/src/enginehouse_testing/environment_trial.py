@@ -1,4 +1,4 @@
-"""Plays an environment under test by a scripted policy, which is no model, on one event loop."""
+"""Plays an environment under test with a scripted policy instead of a model, on one event loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VERSION = 3
 class ScriptedPolicy(SamplingPolicy):
     """Answers with replies from a list. Implements `enginehouse.engines.environment.Policy`.
 
-    The reply and its logprobs follow from the branch and the number of the call.
+    The branch and the number of the call determine the reply and its logprobs.
 
     Args:
         replies: texts to answer with.
-        delay: returns the turns of the event loop that the call of a name takes, so that no order depends on time.
-        error: error that every call raises.
+        delay: returns how many turns of the event loop the call of a name takes, so that time decides no order.
+        error: error that every call raises, or None.
         name: the branch's name.
     """
 
@@ -58,7 +58,7 @@ class ScriptedPolicy(SamplingPolicy):
         return [self._completion(f"{name}#{number}") for number in range(n)]
 
     def branch(self, name: str) -> ScriptedPolicy:
-        """Return a policy whose replies do not depend on calls of this one."""
+        """Return a policy whose replies do not depend on calls of this policy."""
         return ScriptedPolicy(self._replies, self._delay, self._error, f"{self._name}/{name}")
 
     def _completion(self, name: str) -> Completion:
@@ -69,7 +69,7 @@ class ScriptedPolicy(SamplingPolicy):
 
 
 def number_of(name: str) -> int:
-    """Return a number that follows from a name."""
+    """Return a number that depends only on a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
@@ -87,7 +87,7 @@ class TrialContext:
         return [Scored(float(len(str(row.get("response", ""))))) for row in rows]
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """Play each episode. An error ends all of them here."""
+        """Play each episode. An error ends all episodes here."""
         return await asyncio.gather(
             *(play(number, self._policy.branch(f"episode-{number}")) for number in range(self.samples))
         )
@@ -125,7 +125,7 @@ class EnvironmentTrial(Trial):
         delay: Callable[[str], float] = lambda name: 1,
         error: Exception | None = None,
     ) -> Sequence[Episode]:
-        """Return the episodes of a task; `drawn` remembers what the policy generated."""
+        """Return the episodes of a task. `drawn` remembers the tokens that the policy generated."""
         policy: Policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error)
         if drawn is not None:
             policy = drawn.record(policy)

@@ -1,4 +1,4 @@
-"""Receivers of a transport under test in another process, which may be kept from all that a host shares."""
+"""Receivers of a transport under test in another process, which may be denied all that processes of a host share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from enginehouse.weights.transports.ends import address_of
 from enginehouse_testing.link import Link, Weights, announced, receive
 
 START_SECONDS = 120.0
-"""Longest time the other process may take to start: it imports torch, on a machine that may be busy."""
+"""Longest time the other process may take to start, because it imports torch on a machine that may be busy."""
 
 SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
 """Paths that processes of one host share."""
@@ -32,7 +32,7 @@ def send_elsewhere(link: Link, weights: Weights, another_host: bool) -> str:
     """Send weights to receivers in another process, and describe what goes wrong; empty if nothing does.
 
     Args:
-        another_host: the other process cannot open what processes of one host share.
+        another_host: True if the other process may not open what processes of one host share.
     """
     transport = link.transport()
     plan = transport.prepare(announced(weights), link.receivers, uuid.uuid4().hex, 1024, 1)
@@ -70,7 +70,7 @@ def _answer(answers: Connection, seconds: float) -> Any:
 
 @contextlib.contextmanager
 def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Connection]:
-    """Start the process with the receivers. It answers first whether it is connected, then what arrived."""
+    """Start the process with the receivers. It first answers whether it is connected, then what arrived."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_receive, args=(link, plan, another_host, theirs), daemon=True)
@@ -101,7 +101,7 @@ def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connec
 
 
 def _refuse_shared(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse to open or map what another host could not see."""
+    """Refuse to open or map what another host cannot see."""
     path = arguments[0] if event == "open" else ""
     if event == "mmap.__new__" and arguments[0] >= 0:
         with contextlib.suppress(OSError):

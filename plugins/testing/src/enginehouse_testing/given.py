@@ -1,4 +1,4 @@
-"""Arguments and data that an author gives a suite beside the record."""
+"""Arguments and data that an author gives to a suite in addition to the record."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Given:
 
     Attributes:
         arguments: arguments as in a config, by name.
-        columns: further columns that a loss or an advantage reads, of random float32 numbers, with one number for each
+        columns: additional columns that a loss or an advantage reads. They hold random float32 numbers, one for each
             `"row"` or `"token"`.
         examples: rows of data for a reward or an environment. Rows for a reward also have a `response`, and may have
             the expected `reward`. Empty: made-up rows.
-        repeatable: True if a reward gives the same row the same score; False for one that asks a model, for example.
-        seconds: longest a reward may take for a row.
+        repeatable: True if a reward gives the same row the same score; False for example if it asks a model.
+        seconds: maximum time in seconds that a reward may take for a row.
         replies: texts that the scripted policy answers an environment with.
         read: reads back what a tracker wrote, `read(directory) -> {name: [(step, value), ...]}`.
     """

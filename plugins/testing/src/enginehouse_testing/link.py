@@ -19,10 +19,10 @@ from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]
 Buckets = list[list[tuple[str, torch.Tensor]]]
-"""Names and tensors as they arrive, bucket by bucket."""
+"""Names and tensors in the order of arrival, bucket by bucket."""
 
 SHORT_SECONDS = 0.1
-"""Deadline of an update that is to miss it."""
+"""Deadline of an update that has to miss its deadline."""
 
 ODD: tuple[tuple[tuple[int, ...], str], ...] = (
     ((64, 32), "float32"),
@@ -35,7 +35,7 @@ ODD: tuple[tuple[tuple[int, ...], str], ...] = (
     ((), "bool"),
     ((1, 1, 3), "int64"),
 )
-"""Every dtype, and shapes that a careless copy gets wrong."""
+"""Every dtype, and shapes that a careless copy would get wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Link:
     Attributes:
         record: the transport.
         receivers: number of rollout replicas.
-        seconds: deadline of an update that has to succeed, and of everything that has to end at once.
+        seconds: deadline of an update that has to succeed, and of calls that have to end at once.
     """
 
     record: Transport
@@ -53,7 +53,7 @@ class Link:
     seconds: float
 
     def connect(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024) -> OpenLink:
-        """Open both ends, planned for weights of these shapes. A context manager."""
+        """Open both ends, planned for weights of these shapes. Returns a context manager."""
         return OpenLink(self, announced(weights), self.senders, bucket_bytes)
 
     def transport(self) -> WeightTransport:
@@ -63,17 +63,17 @@ class Link:
 
     @property
     def unhurried(self) -> float:
-        """A long deadline, for calls that must be refused at once: a missed deadline must not count as the refusal."""
+        """A long deadline for calls that must be rejected at once, so that a missed deadline is no rejection."""
         return self.seconds * 10
 
     @property
     def senders(self) -> int:
-        """Number of training ranks that send. A transport within one process has a sender for each replica."""
+        """Number of training ranks that send. A transport within one process has one sender for each replica."""
         return self.receivers if self.record.capabilities == {capabilities.SAME_PROCESS} else 1
 
 
 class OpenLink:
-    """Both ends of a transport, each send and receive on its own thread."""
+    """Both ends of a transport. Each send and receive runs on its own thread."""
 
     def __init__(self, link: Link, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int):
         transport = link.transport()
@@ -95,12 +95,12 @@ class OpenLink:
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], seconds: float | None = None
     ) -> list[Future[dict[str, str]]]:
-        """Begin the send of every sender."""
+        """Begin to send on every sender."""
         items = list(weights)
         return [self.threads.submit(end.send, version, iter(items), seconds or self.seconds) for end in self.senders]
 
     def send_held(self, version: int, weights: Weights) -> list[Future[dict[str, str]]]:
-        """Begin the send of every training rank: of its parts, or of whole weights, as its end asks."""
+        """Begin to send on every training rank: its parts, or whole weights, as its end requires."""
         return [
             self.threads.submit(
                 end.send, version, weights_for(end, HeldWeights(self.plan, rank, weights)), self.seconds
@@ -109,11 +109,11 @@ class OpenLink:
         ]
 
     def receive(self, version: int, seconds: float | None = None) -> list[Future[Buckets]]:
-        """Begin to receive at every receiver."""
+        """Begin to receive on every receiver."""
         return [self.threads.submit(receive, end, version, seconds or self.seconds) for end in self.receivers]
 
     def update(self, version: int, weights: Weights) -> tuple[list[Buckets], dict[str, str]]:
-        """Make a whole update. Returns what each receiver got, and the first sender's checksums."""
+        """Make a whole update. Return what each receiver got, and the first sender's checksums."""
         sending, receiving = self.send(version, weights.items()), self.receive(version)
         arrived = [future.result(self.seconds) for future in receiving]
         sums = [future.result(self.seconds) for future in sending]
@@ -148,7 +148,7 @@ def receive(session: TransportSession, version: int, seconds: float) -> Buckets:
 
 
 def announced(weights: Mapping[str, torch.Tensor]) -> list[ParamMeta]:
-    """Return the metadata by which a training engine announces weights."""
+    """Return the metadata with which a training engine announces weights."""
     return [ParamMeta.of(name, t) for name, t in weights.items()]
 
 
@@ -171,7 +171,7 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 def left_over(session: str) -> list[str]:
-    """Return the names in this host's shared memory that belong to a session and that `close` had to remove."""
+    """Return a session's names in this host's shared memory, which `close` should have removed."""
     from enginehouse.weights.transports.shared_segment import SharedSegment
 
     shared = Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""Calls a loss under test as an engine calls it, on made-up samples."""
+"""Calls a loss under test on made-up samples, as an engine calls it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ViewColumns(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class LossTotals:
-    """Sums over the micro-batches that a loss was called for.
+    """Sums over the micro-batches on which a loss was called.
 
     Attributes:
         metrics: metrics as they would be logged.
-        gradient: gradient of the total by the output that the loss is computed from, `(tokens,)`, 0 if there is none.
+        gradient: gradient of the total by the output that the loss depends on, `(tokens,)`; 0 if there is none.
     """
 
     total: float
@@ -44,7 +44,7 @@ class LossTotals:
     gradient: torch.Tensor
 
     def difference(self, other: LossTotals) -> tuple[float, str]:
-        """Return the largest difference of any number, relative to numbers that exceed 1, and its place."""
+        """Return the largest difference of any number, relative if numbers exceed 1, and its place."""
         pairs = {
             "the total": (self.total, other.total),
             "the weight": (self.weight, other.weight),
@@ -68,7 +68,7 @@ def _difference(number: float | None, right: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossTrial(Trial):
-    """Calls a loss, with its arguments and further columns."""
+    """Calls a loss with its arguments and additional columns."""
 
     record: Loss
 
@@ -77,7 +77,7 @@ class LossTrial(Trial):
         return samples(self.given.columns)
 
     def view(self, batch: Batch, device: str = "cpu") -> TokenView:
-        """Return the view of a micro-batch, with its own memory; its outputs are leaves that take a gradient."""
+        """Return the view of a micro-batch with its own memory. Its outputs are leaves that collect a gradient."""
         offsets = batch.ragged("input_ids").offsets
         outputs = {name: batch.ragged(now(name)).values.clone().to(device).requires_grad_() for name in OUTPUTS}
         columns = ViewColumns()
@@ -94,7 +94,7 @@ class LossTrial(Trial):
         return value
 
     def totals(self, parts: Sequence[Batch], device: str = "cpu") -> LossTotals:
-        """Add the loss up over micro-batches, as an engine does."""
+        """Sum the loss over micro-batches, as an engine does."""
         total, weight, metrics, gradients = 0.0, 0.0, [], []
         for part in parts:
             view = self.view(part, device)
@@ -105,7 +105,7 @@ class LossTrial(Trial):
         return LossTotals(total, weight, metric_values(merge_metrics(metrics)), torch.cat(gradients))
 
     def gradient(self, view: TokenView, value: LossValue) -> torch.Tensor:
-        """Return the gradient of the total by the output that the loss is computed from."""
+        """Return the gradient of the total by the output that the loss depends on."""
         output = view.outputs[self.record.output]
         if not value.total.requires_grad:
             return torch.zeros(output.shape)
@@ -114,10 +114,10 @@ class LossTrial(Trial):
 
 
 class Stopped(TorchFunctionMode):
-    """Fixes the values that a loss takes out of its gradient: values that it detaches or computes under `no_grad`.
+    """Fixes the values that a loss excludes from its gradient: values that it detaches or computes under `no_grad`.
 
-    The first call is recorded. In a call within `held` each of these values is the recorded one, so that the difference
-    of two losses shows only what the gradient is meant to follow.
+    It records the values in the first call, and replays them in a call within `held`. The difference of the two losses
+    then shows only what the gradient is meant to follow.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Stopped(TorchFunctionMode):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Use the values of the first call within this context."""
+        """Replay the values of the first call within this context."""
         self._replayed = iter(self._recorded)
         with self:
             yield
@@ -148,7 +148,7 @@ class Stopped(TorchFunctionMode):
 
 
 class OtherWay(Exception):
-    """A loss made other calls than the first time."""
+    """A loss made other calls than in the first call."""
 
 
 DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def _copy(value: Any) -> Any:
 
 
 def problems_of(value: Any) -> list[str]:
-    """Return the problems of a loss's return value that do not depend on what it computes."""
+    """Return the problems with the form of a loss's return value."""
     if not isinstance(value, LossValue):
         return [f"it returned {type(value).__name__}, not a LossValue"]
     if not isinstance(value.total, torch.Tensor) or value.total.shape != ():

@@ -1,4 +1,4 @@
-"""The model that is certified or run in the matrix: the suite's tiny models, or a model of the user, in a dtype."""
+"""The model for certificates and matrix runs: the suite's tiny models or a user's model, in a dtype."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 
 LAYERS_WITHOUT_INSTRUCTIONS = 4
-"""Layers of a model that are kept in bfloat16 on a CPU without instructions for it, which is 5 to 8 times slower."""
+"""Layers of a model to keep in bfloat16 on a CPU without bfloat16 instructions, which is 5 to 8 times slower."""
 
 MEAN_DIFFERENCES: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest mean absolute difference, in nats, between logprobs of two engines that compute in a dtype."""
+"""Largest mean absolute difference, in nats, between logprobs of two engines that compute in one dtype."""
 
 PUBLISHED_KL = "published for GPUs in bfloat16: a KL of 0.0015 to 0.003 nats between engines (NeMo-RL)"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUnderTest:
-    """The model that checks and runs are of.
+    """The model that checks and runs use.
 
     Attributes:
         path: directory of the user's model; empty: the tiny models with random weights.
         dtype: dtype that engines compute in.
-        title: the model's name in reports, with the layers that were kept.
-        origin: source of the weights, if the directory says it.
+        title: the model's name in reports, with the number of layers that were kept.
+        origin: source of the weights, if the directory names it.
     """
 
     path: str = ""
@@ -57,7 +57,7 @@ class ModelUnderTest:
 
 
 def folder_of(label: str) -> str:
-    """Return a name for the files of a model: its title and dtype, from its label."""
+    """Return a folder name for the files of a model, made of its title and dtype, from its label."""
     return "-".join(re.findall(r"[\w.]+", re.sub(r" \(.*\)", "", label)))
 
 
@@ -66,12 +66,12 @@ TINY = ModelUnderTest()
 
 
 def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | None = None) -> ModelUnderTest:
-    """Return the model of a command line.
+    """Return the model that a command line names.
 
     Args:
         model: a directory, or the name of a model in the cache or on the hub; None: the tiny models.
         dtype: dtype that engines compute in; None: float32.
-        layers: number of first layers to keep; None: all, or a few if this machine is slow in the dtype.
+        layers: number of first layers to keep; None: all, or a few if this machine is slow in that dtype.
 
     Raises:
         UserError: there is no such model, or it has fewer layers.
@@ -91,7 +91,7 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
     if layers is None:
         slow = dtype == "bfloat16" and pick_device("auto")[0] == "cpu" and not cpu_has_bfloat16()
         layers = min(layer_count, LAYERS_WITHOUT_INSTRUCTIONS) if slow else layer_count
-    note = path / MADE_FROM  # `enginehouse recipes real-model` writes it, and what reads GGUF
+    note = path / MADE_FROM  # written by `enginehouse recipes real-model`, and when a GGUF file is read
     origin = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
     if layers == layer_count:
         return ModelUnderTest(str(path), dtype, title, origin)
@@ -102,8 +102,8 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
 
 
 def _find(model: str) -> tuple[Path, str]:
-    """Return the directory of a model, which is given by path, or by its name in the cache or on the hub; and its name
-    in reports. Of a GGUF file it is made first."""
+    """Return the directory and the report name of a model, given by path or by its name in the cache or on the hub. A
+    GGUF file is first turned into a directory."""
     from enginehouse_rl.hub.gguf import find_gguf, make_model, models_folder
     from enginehouse_rl.hub.names import HubName
 

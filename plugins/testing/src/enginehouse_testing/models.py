@@ -1,4 +1,4 @@
-"""Tiny random models in real Hugging Face directories, made in milliseconds and cached for this process.
+"""Tiny random models in real Hugging Face directories, created in milliseconds and cached for this process.
 
 Characters are tokens: `CHARACTERS[i]` has id `i + len(SPECIAL_TOKENS)`. Nothing is downloaded.
 """
@@ -46,8 +46,9 @@ def tiny_model(
 ) -> str:
     """Return the directory of a tiny fp32 model with random weights and a character tokenizer.
 
-    By default two query heads share one key-value head. Heads are no smaller than `head`. The large
-    `initializer_range` makes distributions far from uniform, so that a wrong mask or position shows in a logprob.
+    By default two query heads share one key-value head. Heads have at least `head` dimensions. The large
+    `initializer_range` gives distributions that are far from uniform, so that a wrong mask or position shows in a
+    logprob.
     """
     from transformers import LlamaConfig, Qwen3Config
 
@@ -72,10 +73,10 @@ def tiny_model(
 
 @functools.cache
 def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_positions: int = 128) -> str:
-    """Return the directory of a tiny fp32 Qwen3 mixture of experts, with heads of 32 and two experts a token."""
+    """Return the directory of a tiny fp32 Qwen3 mixture of experts, with heads of 32 and two experts per token."""
     from transformers import Qwen3MoeConfig
 
-    cls: Any = Qwen3MoeConfig  # its stub does not know `head_dim`
+    cls: Any = Qwen3MoeConfig  # its stub lacks `head_dim`
     config = cls(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=hidden,
@@ -119,7 +120,7 @@ def _save(model: Any, prefix: str, tokenizer: Any = None) -> str:
 
 @functools.cache
 def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> str:
-    """Return the directory of a copy of a model in which the stored tensor `name` has another value at an index."""
+    """Return a copy of a model's directory in which the stored tensor `name` has another value at an index."""
     weights = stored_tensors(model)
     weights[name][place] = value
     return _copy(model, weights, "altered-")
@@ -127,7 +128,7 @@ def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> 
 
 @functools.cache
 def with_value_head(model: str) -> str:
-    """Return the directory of a copy of a model that has a value head, whose values are of the size of 1."""
+    """Return a copy of a model's directory with a value head, whose values are of the size of 1."""
     import torch
 
     weights = stored_tensors(model)
@@ -158,7 +159,7 @@ def stored_tensors(directory: str) -> dict[str, Any]:
 
 @functools.cache
 def with_layers(model: str, layers: int) -> str:
-    """Return the directory of a copy of a model that has its first layers alone, in the dtype in which it is stored."""
+    """Return a copy of a model's directory with only the first layers, in the dtype in which it is stored."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from enginehouse.quiet import quiet_transformers
@@ -167,17 +168,17 @@ def with_layers(model: str, layers: int) -> str:
     text = config.get_text_config()
     layer_count = text.num_hidden_layers
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == layer_count:  # one entry a layer
+        if isinstance(value, list) and len(value) == layer_count:  # one entry per layer
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    with quiet_transformers():  # it lists the weights of the other layers
+    with quiet_transformers():  # it would list the weights of the other layers
         shortened: Any = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="auto")
     return _save(shortened, f"{layers}-layers-", AutoTokenizer.from_pretrained(model))
 
 
 @functools.cache
 def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
-    """Return the directory of a model after some steps of AdamW on a row of random tokens, always the same row."""
+    """Return the directory of a model after `steps` steps of AdamW, all on the same row of random tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +193,7 @@ def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
 
 
 def char_tokenizer() -> Any:
-    """Return a tokenizer with one token a character, and a plain chat template."""
+    """Return a tokenizer with one token per character, and a plain chat template."""
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split

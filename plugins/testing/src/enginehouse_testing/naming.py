@@ -1,4 +1,4 @@
-"""Finds the record that a name stands for, and checks the arguments and data given beside it."""
+"""Finds the record that a name stands for, and checks the arguments and data that an author gives with it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from enginehouse_testing.given import NAMED_BY_MODULE, Given
 
 
 def record_of(kind: str, named: Any) -> Any:
-    """Return the record of a kind: a registered one, one made of `"module:attribute"`, or `named` if it is a record.
+    """Return the record of a kind: a registered one, one built from `"module:attribute"`, or `named` if it is a record.
 
     Raises:
-        UserError: there is nothing of that name.
+        UserError: nothing has this name.
     """
     if not isinstance(named, str):
         return named
@@ -43,7 +43,7 @@ def check_given(record: Any, given: Given) -> None:
     """Check the arguments and data for a record, as `enginehouse plan` does, before anything runs.
 
     Raises:
-        UserError: the record's function or class is not of the kind, does not take the arguments, or needs others.
+        UserError: the record's function or class is not of its kind, or does not take exactly these arguments.
     """
     if record.kind not in NAMED_BY_MODULE:
         return

@@ -1,7 +1,7 @@
 """The right answers: plain transformers, one row at a time, autograd and `torch.optim.AdamW`, in float32.
 
-Softmax over the vocabulary is in float64: over 49,152 words float32's own rounding is 1.4e-5 nats, as much as engines
-may be off. The oracle shares nothing with any engine: no layout of rows, no loss, no optimizer and no schedule.
+Softmax over the vocabulary is in float64. In float32, rounding alone is 1.4e-5 nats over 49,152 tokens, as much as
+engines may be off. The oracle shares no code with any engine: no layout of rows, loss, optimizer or schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUE_HEAD = "score.weight"
 
 
 class Oracle:
-    """Scores and trains one model by the book.
+    """Scores and trains one model in the plainest way.
 
     Args:
         path: a Hugging Face model directory.
@@ -44,7 +44,7 @@ class Oracle:
             yield VALUE_HEAD, self.value_head
 
     def weights(self) -> Weights:
-        """Return a copy of all parameters, as a checkpoint stores them; tied ones once."""
+        """Return a copy of all parameters as a checkpoint stores them, tied ones once."""
         return self._stored({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
 
     def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +62,7 @@ class Oracle:
         return torch.log_softmax(logits / temperature, dim=-1).float()
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return values of one row's tokens, float32 `(tokens,)`: the value before each token, and 0 at position 0."""
+        """Return values of one row's tokens, float32 `(tokens,)`: the value before each token; 0 at position 0."""
         assert self.value_head is not None
         hidden = self.model.base_model(input_ids=ids[None]).last_hidden_state[0, :-1]
         return torch.cat([torch.zeros(1), (hidden @ self.value_head.T)[:, 0]])

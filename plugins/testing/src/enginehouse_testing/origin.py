@@ -1,4 +1,4 @@
-"""The owner and the code of a record, by which a certificate of it differs from one of an older version."""
+"""The distribution of a record and the digest of its code, which tell certificates of two versions apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from enginehouse.plugin.loaded import canonical_name
 
 BRINGS_WEIGHTS = ("train", "rollout", "transport")
 OF_CORE = ("enginehouse.weights",)
-"""Packages of core whose code is part of every engine and transport. A certificate has the rest by core's version: an
+"""Packages of core whose code is part of every engine and transport. Core's version stands for the rest of core, as an
 edit of a command or of the loop changes no engine."""
 
 GIT_SECONDS = 10.0
@@ -56,12 +56,7 @@ def origin_of(record: Record) -> Origin:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit of the checkout that a record's code lies in.
-
-    Attributes:
-        hash: hash of the commit.
-        changed: True if files of the checkout differ from it.
-    """
+    """The commit of the checkout that contains a record's code; `changed` is True if files differ from the commit."""
 
     hash: str
     changed: bool
@@ -71,16 +66,16 @@ class Commit:
 
 
 def commit_of(record: Record) -> Commit | None:
-    """Return the commit of a record's code, or None if it lies in no git checkout or git is missing."""
+    """Return the commit of a record's code; None if the code is in no git checkout, or git is missing."""
     files = [path for module in _modules(record) for _, path in _files(_package(module))][:1]
     if not files or _git(files[0].parent, "ls-files", "--error-unmatch", files[0].name) is None:
-        return None  # missing, or in an environment within somebody's checkout
+        return None  # git has no such file, or the file is in an environment within somebody's checkout
     commit, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
     return None if not commit or changed is None else Commit(commit, bool(changed))
 
 
 def head() -> str:
-    """Return the commit of the checkout that this program was started in, or empty."""
+    """Return the commit of the checkout in which this program was started, or an empty string."""
     return _git(Path.cwd(), "rev-parse", "HEAD") or ""
 
 
@@ -98,7 +93,7 @@ def required_plugins(record: Record) -> list[str]:
 
 
 def protocol_of(record: Record) -> str:
-    """Return the contract version that a record's plugin is written for; empty if it has no plugin."""
+    """Return the contract version that a record's plugin is written for; empty if the record has no plugin."""
     owner = _owner(record, _modules(record))
     return "" if owner is None else owner.protocol
 
@@ -108,7 +103,7 @@ def _modules(record: Record) -> list[str]:
 
 
 def _owner(record: Record, modules: list[str]) -> Plugin | None:
-    """Return the plugin that declares a record, or the plugin whose code it names if it is not registered."""
+    """Return the plugin that declares a record; for an unregistered record, the plugin whose code it names."""
     manager = plugins()
     providers = manager.providers(record.kind, record.name)
     declaring = [provided.plugin for provided in providers if provided.record == record]
@@ -153,7 +148,7 @@ def _digest(packages: list[str]) -> str:
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of every file of a package that Python did not compile."""
+    """Yield name and path of every file of a package, except files that Python compiled."""
     top, *below = package.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:

@@ -1,7 +1,7 @@
 """Compares the logprobs that a rollout engine reports for its tokens with those that the actor computes for them.
 
-Both engines are started as a run of the config would start them, and get the same weights by one verified update.
-Nothing is trained. The figures are those of `enginehouse_rl.steps.mismatch`, and the distribution of the difference.
+Both engines start as in a run of the config, and get the same weights by one verified update. Nothing is trained. The
+metrics are those of `enginehouse_rl.steps.mismatch`, and the distribution of the difference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DECADES = tuple(range(-8, 2))
 """Exponents of the powers of ten at the histogram's edges."""
 
 WORST = 10
-"""Number of tokens that are kept because they differ most."""
+"""Number of tokens to keep, those that differ most."""
 
 VERSION = 1
 """Weight version of the update."""
@@ -43,12 +43,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """A token, and its logprobs by the rollout and by the training engine.
+    """A token, and its logprobs by the rollout engine and by the training engine.
 
     Attributes:
-        row: the sample's number.
-        position: the token's place in the sample, prompt included.
-        token: its id.
+        row: number of the sample.
+        position: position of the token in the sample, prompt included.
+        token: the token's id.
     """
 
     row: int
@@ -60,7 +60,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """Figures of a comparison. Differences are absolute differences of logprobs, in nats, over the generated tokens.
+    """Metrics of a comparison. Differences are absolute, of logprobs, in nats, over the generated tokens.
 
     Attributes:
         tokens: number of tokens.
@@ -73,7 +73,7 @@ class Parity:
         ratio: mean importance ratio, exp(train - rollout).
         sequence_ratio: mean over samples of the ratio of the whole sample.
         outside: fraction of the tokens whose ratio is out of bounds (`mismatch.RATIO_BOUND`).
-        histogram: numbers of tokens up to each edge `10 ** DECADES[i]`; the last is of tokens above all edges.
+        histogram: numbers of tokens up to each edge `10 ** DECADES[i]`, and above all edges.
         worst: the tokens that differ most, the worst first.
     """
 
@@ -155,7 +155,7 @@ class ParityReport:
         train: description of the training engine.
         rollout: description of the rollout engine.
         transport: weight transport between them.
-        model: the model's name, with where its weights come from.
+        model: the model's name and the source of its weights.
         dtype: dtype of the model.
         temperature: temperature of the samples.
         tolerance: largest mean absolute difference allowed, in nats.
@@ -191,7 +191,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
 
     Args:
         plan: the checked config.
-        prompts: number of training prompts, from the file's first on; each gets `rollout.samples_per_prompt` samples.
+        prompts: number of training prompts, from the file's first; each gets `rollout.samples_per_prompt` samples.
         tolerance: largest mean absolute difference; None: the value in `MEAN_DIFFERENCES` for the model's dtype.
         model: the model's name in the report; empty: its directory's.
 

@@ -1,4 +1,4 @@
-"""The problem that every training engine computes: batches, their cut over ranks, and losses by name."""
+"""The problem that every training engine solves: batches, their split over ranks, and losses by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NOT_FINITE = LossSpec("enginehouse_testing.problem:not_finite")
 
 MODELS = ("tied", "untied")
 CRITICS = ("tied critic", "untied critic")
-"""Models that every engine is checked with; the first is used if one model is enough."""
+"""Models with which every engine is checked; checks that need only one use the first."""
 EXPERTS = ("experts",)
 """Models of the capability `experts`."""
 
 EDGE = ("edge",)
-"""A model with a weight that a step takes beyond float32."""
+"""A model with a weight that one step takes beyond float32."""
 HUGE = 3e38
-"""A float32 whose double is not a float32."""
+"""A float32 number whose double is beyond float32."""
 UNUSED_ID = 6
 """A token that no row of `batch()` holds, so that its embedding has no gradient and changes no result."""
 
@@ -38,7 +38,7 @@ UNUSED_ID = 6
 def model_path(name: str) -> str:
     """Return the directory of a tiny model: `"tied"` in Qwen3's shape, `"untied"` in Llama's, or `"experts"`.
 
-    Any other name is the directory of a model of the user's.
+    Any other name is itself the directory, of a user's model.
 
     Each dimension is a multiple of 4. `"edge"` is the untied model with `HUGE` as one weight, in the embedding of
     `UNUSED_ID`; `"tied critic"` is the tied model with a value head.
@@ -56,7 +56,7 @@ def model_path(name: str) -> str:
 
 @functools.cache
 def batch_of(model: str) -> Batch:
-    """Return `batch()` for a tiny model, and the same columns of texts for a model of the user's."""
+    """Return `batch()` for a tiny model, or the same columns of texts for a user's model."""
     if model in (*MODELS, *EXPERTS):
         return batch()
     rows = [(prompt, response) for prompt, responses in texts_as_ids(model) for response in responses]
@@ -66,7 +66,7 @@ def batch_of(model: str) -> Batch:
 def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) -> Batch:
     """Return rows of ragged length in groups that share a prompt, with the columns that the losses need.
 
-    The first row reads and generates the padding token as any other token: an engine must not mask it.
+    The first row reads and generates the padding token like any other token, because an engine must not mask it.
     """
     draw = np.random.default_rng(seed)
     rows: list[tuple[list[int], list[int]]] = []
@@ -98,7 +98,7 @@ def _with_columns(rows: list[tuple[list[int], list[int]]], seed: int) -> Batch:
 
 
 def uneven(rows: int, parts: int, empty: bool = False) -> list[int]:
-    """Return sizes of shards that differ; with `empty` the first of several has no rows."""
+    """Return sizes of shards that differ. With `empty`, the first of several shards has no rows."""
     if parts == 1:
         return [rows]
     shares = np.arange(parts, dtype=float) + (0.0 if empty else 1.0)

@@ -1,6 +1,6 @@
 """Models for every rollout engine, weights to update them to, and prompts.
 
-Heads have 32 dimensions, the fewest that engines with their own attention kernels take.
+Heads have 32 dimensions, the fewest that engines with their own attention kernels support.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from enginehouse_testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, stepped_model, tiny_experts, tiny_model
 
 MAX_MODEL_TOKENS = 2048
-"""Longest sequence of every model, so long that a request can be interrupted before it ends."""
+"""Longest sequence of every model. It is long, so that a request can be interrupted before it ends."""
 
 SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "key_value_heads": 2, "max_positions": MAX_MODEL_TOKENS}
 
@@ -58,7 +58,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "\n    raise NotImplementedError",
     ),
 }
-"""Prompts and responses for a model of the user's, which are written in its own tokens."""
+"""Prompts and responses for a user's model, to be encoded by its tokenizer."""
 
 
 def rollout_model(name: str) -> str:
@@ -68,7 +68,7 @@ def rollout_model(name: str) -> str:
 
 @functools.cache
 def texts_as_ids(path: str) -> list[tuple[list[int], list[list[int]]]]:
-    """Return the first tokens of `TEXTS` by a model's own tokenizer: each prompt, and its responses."""
+    """Return the first tokens of `TEXTS` by a model's own tokenizer: each prompt with its responses."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -84,7 +84,7 @@ def texts_as_ids(path: str) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def prompts(count: int, seed: int = 0, longest: int = 12, special: bool = False) -> list[list[int]]:
-    """Return random prompts of 1 to `longest` tokens, which may be special tokens if `special` is true."""
+    """Return random prompts of 1 to `longest` tokens. If `special` is true, they may contain special tokens."""
     draw = np.random.default_rng(seed)
     lowest = 0 if special else len(SPECIAL_TOKENS)
     return [draw.integers(lowest, VOCABULARY_SIZE, draw.integers(1, longest + 1)).tolist() for _ in range(count)]

@@ -28,9 +28,9 @@ class Rank:
 
     Attributes:
         models: directories of the tiny models, by name.
-        directory: folder that is empty when a case's first act begins, and the same for all ranks and acts of the case.
+        directory: folder that is empty when a case's first act begins; all ranks and acts of the case share it.
         dtype: dtype of engines, unless an act says otherwise.
-        place: data shard, number of data shards, and whether this is an output rank, of the engine built last.
+        place: data shard, number of data shards, and True on an output rank, for the engine built last.
     """
 
     record: TrainBackend
@@ -65,12 +65,12 @@ class Rank:
             engine.shutdown()
 
     def shard(self, engine: Any, whole: Batch, empty: bool = False, sizes: Sequence[int] | None = None) -> Batch:
-        """Return this rank's rows of a batch, which is cut unevenly."""
+        """Return this rank's rows of a batch, which is split unevenly."""
         sizes = sizes or uneven(len(whole), engine.mesh.dp_size, empty)
         return whole.split(list(sizes))[engine.mesh.dp_rank]
 
     def meet(self) -> None:
-        """Wait for the other ranks, because a rank that ends its engine early closes the others' connections."""
+        """Wait for the other ranks, because a rank that ends its engine early closes the connections of the others."""
         if self.context.world_size > 1:
             number, store = next(_numbers), _group_store()
             if store.add(f"certify/{number}", 1) == self.context.world_size:
@@ -78,7 +78,7 @@ class Rank:
             store.wait([f"certify/{number}/all"])
 
     def _new_rendezvous(self) -> None:
-        """Give the next engine a new store: in a used one, ranks find the addresses of an earlier engine's ranks."""
+        """Give the next engine a new store, because ranks would find addresses of an earlier engine in a used one."""
         number, store = next(_numbers), _group_store()
         if self.context.rank == 0:
             _stores.append(open_store(os.environ["MASTER_ADDR"], STORE_SECONDS))
@@ -101,12 +101,12 @@ _stores: list[tuple[Any, int]] = []
 
 @functools.cache
 def _group_store() -> torch.distributed.TCPStore:
-    """Return the store that the group was started with; it is first called before the first engine."""
+    """Return the store with which the group was started. Call it before the first engine is built."""
     return torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of the whole weights, on the host; collective."""
+    """Return a copy of the whole weights on the host; collective."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.weight_source().iter_full()}
 
 

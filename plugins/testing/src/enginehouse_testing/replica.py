@@ -1,6 +1,6 @@
 """One replica of a rollout engine under test: the worker that runs a check's act, and the trial that an act gets.
 
-It runs under the interpreter of the engine's runtime, so whatever is imported here must come with core.
+It runs under the interpreter of the engine's runtime, so this module may import only what comes with core.
 """
 
 from __future__ import annotations
@@ -40,24 +40,15 @@ WAIT_SECONDS = 120.0
 """Longest wait for anything that an engine has to do at once."""
 
 USERS_TOKENS = 128
-"""Longest sequence of a model of the user's, for whose own limit the cache of a layout may have no room."""
+"""Longest sequence of a user's model, because a layout's cache may be too small for the model's own limit."""
 
 CHUNK_PARAMETERS = 2
-"""Parameters that arrive together in an update."""
+"""Number of parameters that arrive together in an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """One completion, as plain data.
-
-    Attributes:
-        prompt: the prompt's ids.
-        tokens: generated ids.
-        logprobs: one for each token.
-        reason: why it ended.
-        first: weight version of its first token.
-        last: weight version of its last token.
-    """
+    """One completion as plain data; `first` and `last` are the weight versions of its first and last token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -69,17 +60,16 @@ class SampledCompletion:
 
 @dataclass(slots=True)
 class ReplicaTrial:
-    """Gives an act a launched engine, and hands requests and weights to it.
+    """Gives an act a launched engine, and passes requests and weights to it.
 
     Attributes:
         models: directories of the tiny models, by name.
-        model: the model that this replica was launched with, a name or a directory.
-        dtype: dtype of the engine.
+        model: name or directory of the model with which this replica was launched.
         directory: empty when the act begins, removed after it.
-        endpoint: return value of the launch.
+        endpoint: result of the launch.
         serving: name of the model whose weights the engine serves.
         version: newest weight version that the engine was sent.
-        requests: number of requests made; the newest is `certify-<requests>`.
+        requests: number of requests made; the id of the newest is `certify-<requests>`.
         newest: newest request of the act.
     """
 
@@ -109,7 +99,7 @@ class ReplicaTrial:
         self.serving = self.model
 
     async def launch_engine(self, path: str) -> tuple[RolloutEngine, Endpoint]:
-        """Launch another engine, with the model in a directory."""
+        """Launch another engine with the model in a directory."""
         limit = {} if self.model in (None, *self.models) else {"max_model_tokens": USERS_TOKENS}
         options = resolve(self.record.options)(**{**limit, **self.layout.options})
         engine: RolloutEngine = resolve(self.record.engine)()
@@ -117,7 +107,7 @@ class ReplicaTrial:
         return engine, await engine.launch(ModelSpec(path=path, dtype=self.dtype), options, context)
 
     async def at_rest(self) -> None:
-        """Abort and resume, and serve the weights of `model`: the state in which every act finds the replica."""
+        """Abort and resume, and serve the weights of `model`. Every act finds the replica in this state."""
         if self.model is None:
             return
         await soon(self.engine.abort())
@@ -127,13 +117,13 @@ class ReplicaTrial:
             await self.update(self.model)
 
     def processes(self) -> list[int]:
-        """Return the ids of the processes that the engine has started and that still run."""
+        """Return the ids of the running processes that the engine has started."""
         return sorted(_children() - self._others) if self.model is not None else []
 
     # Requests
 
     async def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateResult:
-        """Make one request, without a seed if the backend does not declare that it takes one."""
+        """Make one request. Leave the seed out if the backend does not declare that it supports seeds."""
         self.requests += 1
         if capabilities.SEED not in self.record.capabilities:
             sampling.pop("seed", None)
@@ -142,7 +132,7 @@ class ReplicaTrial:
         return await soon(self.engine.generate(request))
 
     async def draw(self, *prompts: Sequence[int], **sampling: Any) -> list[SampledCompletion]:
-        """Return all completions of some prompts, which are requested at once, in order."""
+        """Request completions of some prompts at once; return all of them in order."""
         results = await asyncio.gather(*(self.request(prompt, **sampling) for prompt in prompts))
         return [
             completion
@@ -151,14 +141,14 @@ class ReplicaTrial:
         ]
 
     async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """Start a request, and return once it has some tokens: a shorter request that came after it has ended."""
+        """Start a request, and return once it has some tokens, because a shorter, later request has ended."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)
         return running
 
     async def until(self, holds: Callable[[Health], bool], what: str) -> Health:
-        """Return the first answer of `health` for which a condition holds."""
+        """Return the first answer of `health` that fulfils a condition."""
 
         async def ask() -> Health:
             while not holds(health := await self.engine.health()):
@@ -177,7 +167,7 @@ class ReplicaTrial:
         return stored_tensors(self.models[model])
 
     async def start(self, tensors: Mapping[str, torch.Tensor], version: int | None = None) -> int:
-        """Announce weights under the next version, or a given one. Returns the version."""
+        """Announce weights under the next version, or under `version`. Return the version."""
         if version is None:
             self.version = version = self.version + 1
         await soon(self.engine.start_weight_update(WeightUpdate(version, announced(tensors))))
@@ -191,7 +181,7 @@ class ReplicaTrial:
                 buffer.fill_(float("nan"))
 
     async def update(self, model: str, pause: PauseMode | None = "wait") -> int:
-        """Serve another model's weights as the controller does it. Returns the version. `pause` None: it is paused."""
+        """Serve another model's weights as the controller does; return the version. `pause` None: already paused."""
         tensors = self.tensors(model)
         if pause is not None:
             await soon(self.engine.pause(pause))
@@ -242,7 +232,7 @@ def _children() -> set[int]:
 
 
 class ReplicaUnderTest(Worker):
-    """Runs acts on one replica, which is launched when it is first needed and kept until `forget`."""
+    """Runs acts on one replica, which is launched when first needed and kept until `forget`."""
 
     def __init__(self) -> None:
         self._replica: ReplicaTrial | None = None
@@ -276,7 +266,7 @@ class ReplicaUnderTest(Worker):
         """End the engine.
 
         Returns:
-            True if another engine may be launched here: engines with their own processes may not allow it.
+            True if this process may launch another engine: engines with their own processes may not allow it.
         """
         replica, self._replica = self._replica, None
         if replica is not None and replica.model is not None:
@@ -294,5 +284,5 @@ class ReplicaUnderTest(Worker):
 
 
 def kill_this_process() -> None:
-    """Kill this process, as an engine that runs in it would."""
+    """Kill this process, as an engine that runs in it might."""
     os.kill(os.getpid(), 9)

@@ -1,4 +1,4 @@
-"""Calls a reward under test as a run does, in a process of a reward pool."""
+"""Calls a reward under test in a process of a reward pool, as a run does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ODD: Mapping[str, str] = {
     "the same word again and again": "and so on " * 2_000,
     "a program that is none": "```python\ndef (:\n```",
 }
-"""Responses of models that are not trained well yet, by their oddity."""
+"""Responses of models that are not trained well yet, by what is odd about them."""
 
 GIVEN_BY_THE_RUN = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 
@@ -45,7 +45,7 @@ class RewardTrial(Trial):
     """Scores rows of data.
 
     Attributes:
-        pool: scores rows. A row without a score has the reason.
+        pool: scores rows. A row without a score has the reason instead.
         watching: scores rows by the number of bytes that the reward prints.
     """
 
@@ -54,16 +54,16 @@ class RewardTrial(Trial):
     watching: RewardPool
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the author's rows, or made-up rows, as a run has them."""
+        """Return the author's rows, or made-up rows, with the columns that a run adds."""
         examples = self.given.examples or made_up()
         return [complete({name: value for name, value in example.items() if name != "reward"}) for example in examples]
 
     def scores(self, rows: Sequence[Row]) -> list[RowScore]:
-        """Return the score of each row; all rows are handed in at once."""
+        """Return the score of each row; all rows are sent at once."""
         return self.pool.score(rows)
 
     def odd_rows(self) -> dict[str, dict[str, Any]]:
-        """Return the first row with each of the odd responses."""
+        """Return the first row with each of the odd responses instead of its own."""
         first = self.rows()[0]
         return {what: complete({**first, "response": text, "response_tokens": None}) for what, text in ODD.items()}
 
@@ -82,18 +82,14 @@ def complete(row: Row) -> dict[str, Any]:
 
 
 def pool_of(function: str, arguments: Mapping[str, Any], seconds: float) -> RewardPool:
-    """Return a pool of one process, as a run has it; all of its rows may be without a score."""
+    """Return a pool of one process, like a run's. It does not stop when no row gets a score."""
     return RewardPool(
         function, arguments, timeout_seconds=seconds, on_error="zero", max_failures=1.0, python_path=sys.path
     )
 
 
 def check_examples(record: Reward, given: Given) -> None:
-    """Check that the rows have the columns that the reward takes.
-
-    Raises:
-        UserError: the rows lack a column.
-    """
+    """Raise `UserError` if the rows lack a column that the reward needs."""
     function = resolve(record.function)
     if keywords(function) is None:
         return

@@ -1,4 +1,4 @@
-"""Runs checks: makes cases of checks and layouts, runs them in processes that are kept, and returns results."""
+"""Runs checks: makes cases of checks and layouts, and runs them in processes that it keeps between cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import Device
 
 MOST_PAIRS = 6
-"""Most pairs of layouts between which checkpoints are carried."""
+"""Maximum number of pairs of layouts between which checkpoints are moved."""
 
 HERE = Layout("here")
 """The layout of records that run in the suite's own process."""
@@ -52,7 +52,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "tracker": ("life", "written", "resumed"),
     "environment": ("episodes", "tokens", "loop"),
 }
-"""The few checks to begin with, by kind: mistakes of a new engine mostly show in one of them."""
+"""The first few checks to run, by kind: most mistakes of a new engine show in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ def cases(
     checks: Sequence[str] | None = None,
     model: ModelUnderTest = TINY,
 ) -> list[Case]:
-    """Return every case of the declared capabilities and layouts of a record, or of the named checks and layouts.
+    """Return every case of a record's declared capabilities and layouts, or of the named checks and layouts.
 
-    A model of the user's is checked at the first layout, unless others are named, and by the checks that compare an
-    engine with transformers.
+    A user's model is checked at the first layout, unless others are named, and only by checks that compare an engine
+    with transformers.
 
     Raises:
-        UserError: there is no check or layout of a given name, or the record is not checked with the model.
+        UserError: a named check or layout does not exist, or the record is not checked with the model.
     """
     _check_model(record, model)
     chosen, places = _choose(record, layouts, checks, model)
@@ -97,11 +97,11 @@ def cases(
         if not check.declared(declared_by(record)):
             continue
         fitting = [place for place in places if not _lacks(check, place)]
-        # Layouts for this capability only come first, because checkpoints are carried between few pairs.
+        # Layouts for this capability come first, because checkpoints are moved between only a few pairs.
         special_first = sorted(fitting, key=lambda place: not place.only)
         between: Iterable[tuple[Layout, ...]] = pairs(special_first) if check.between else [(p,) for p in fitting]
         made += [Case(check, place) for place in between]
-    if isinstance(record, RolloutBackend):  # an engine is launched for each layout
+    if isinstance(record, RolloutBackend):  # order by layout, because each layout launches an engine
         made.sort(key=lambda case: places.index(case.layouts[0]))
     return made
 
@@ -112,8 +112,8 @@ def undeclared(
     checks: Sequence[str] | None = None,
     model: ModelUnderTest = TINY,
 ) -> list[Result]:
-    """Return results of the checks that are not run: of capabilities that the record, or one of its layouts, does not
-    declare, and of the tiny models alone."""
+    """Return results for the checks that do not run: those of capabilities that the record, or one of its layouts, does
+    not declare, and those that run only with the tiny models."""
     chosen, places = _choose(record, layouts, checks, model)
     declared = declared_by(record)
     lacking = [
@@ -134,10 +134,10 @@ def undeclared(
 
 
 def _check_model(record: Record, model: ModelUnderTest) -> None:
-    """Refuse a model that a record is not checked with.
+    """Reject a model that the checks of a record do not support.
 
     Raises:
-        UserError: it is no engine, or does not declare that it computes in the dtype.
+        UserError: the record is no engine, or does not declare that it computes in the dtype.
     """
     if model == TINY:
         return
@@ -155,10 +155,10 @@ def declared_by(record: Record) -> Collection[str]:
 
 
 def layouts_of(record: Record) -> tuple[Layout, ...]:
-    """Return the layouts that a record is checked at.
+    """Return the layouts at which a record is checked.
 
-    A backend has its declared layouts. A transport has one receiver, and three, but its reach is checked with one.
-    All else has a single layout.
+    A backend has its declared layouts. A transport is checked with one receiver and with three, but its reach only with
+    one. All other records have a single layout.
     """
     if isinstance(record, Transport):
         reaches = (capabilities.SAME_HOST, capabilities.CROSS_HOST)
@@ -167,8 +167,8 @@ def layouts_of(record: Record) -> tuple[Layout, ...]:
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Return pairs with different numbers of processes, the largest drop first: one for each pair of numbers, then
-    those that change most options."""
+    """Return pairs with different numbers of processes, the largest drop first: one for each pair of numbers, then the
+    pairs that change most options."""
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
     first = {(a.processes, b.processes): (a, b) for a, b in reversed(every)}
@@ -178,16 +178,16 @@ def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
 
 
 class Certifier:
-    """Runs cases of one record, in processes that are kept. A context manager.
+    """Runs cases of one record in processes that it keeps. A context manager.
 
-    A check that raises, or does not end, is a failed result, and its processes are started again.
+    A check that raises, or does not end, is a failed result. Its processes are then started again.
 
     Args:
-        record: a record of any kind that has a suite; it need not be registered. The attribute may be changed, between
-            cases, to another record of its kind: the processes stay.
+        record: a record of any kind that has a suite; it need not be registered. Between cases this attribute may be
+            set to another record of the same kind, and the processes stay.
         runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
         device: device of an engine, as in `device_of`.
-        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
+        timeout: maximum time in seconds of an act of a check; None: as long as a busy machine may need.
         given: arguments and data to try a function with.
     """
 
@@ -231,7 +231,7 @@ class Certifier:
             return self._failed(case, None, f"{type(error).__name__}: {error}")
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        if not measured.error <= case.check.tolerance:  # also where it is nan
+        if not measured.error <= case.check.tolerance:  # fails for nan too
             return self._failed(case, measured.error, measured.detail)
         return case.result("passed", measured.error, measured.detail)
 
@@ -245,12 +245,12 @@ class Certifier:
         return case.result("warning", measured, f"{newer}: {detail}" if detail else newer)
 
     def versions(self) -> dict[str, str]:
-        """Return versions of a rollout engine's dependencies in its runtime, once a check has run there; else empty."""
+        """Return the versions of a rollout engine's dependencies in its runtime; empty before a check has run there."""
         self._versions = self._versions or self._site.versions(depends_on(self.record))
         return self._versions
 
     def _once(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Return the results of an act. Checks of an engine that share their only act run it once."""
+        """Return the results of an act. An engine's checks that share their only act run it once."""
         if len(check.acts) > 1 or not isinstance(self.record, TrainBackend):
             return self._site.act(self.record, check, number, layout, directory)
         key = (self.record.engine, check.acts[number], check.device, layout.name)
@@ -264,11 +264,11 @@ def _version(contract: str) -> tuple[int, ...]:
 
 
 def device_of(record: Any, requested: Device | None = None) -> Device:
-    """Return the device that the checks of a record run on.
+    """Return the device on which the checks of a record run.
 
     Args:
         record: a record of any kind; only engines may run on a GPU.
-        requested: the device for an engine; None: a GPU if this environment and the engine can use one, else the CPU.
+        requested: the device for an engine; None: a GPU if this environment and the engine can use it, else the CPU.
 
     Raises:
         UserError: the engine does not run on the device.
@@ -321,8 +321,7 @@ def certify(
         ended: function that is called with the certificate so far after each case, and once it is finished.
 
     Raises:
-        UserError: there is no check or layout of a given name, or the engine does not run on the device or with the
-            model.
+        UserError: a named check or layout does not exist, or the engine does not run on the device or with the model.
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks, model)
@@ -356,16 +355,16 @@ def certify(
 
 
 def _lacks(check: Check, layout: Layout) -> bool:
-    """Return whether a layout is without a capability that a check needs, or is not for such checks."""
+    """Return True if a layout is without a capability that a check needs, or is not for such checks."""
     lacking = {check.capability, check.also} & set(layout.without)
     return bool(lacking) or bool(layout.only and check.capability not in layout.only)
 
 
 def _missing_gpus(record: Any, case: Case, device: Device) -> str:
-    """Describe which GPUs a case lacks; empty if it can run."""
+    """Describe the GPUs that a case lacks; empty if it can run."""
     if "cuda" not in (case.check.device, device):
         return ""
-    if isinstance(record, RolloutBackend):  # maybe in its own environment, whatever torch is here
+    if isinstance(record, RolloutBackend):  # it may run in its own environment, whatever torch is here
         needed, available = max(gpus_of(record, layout) for layout in case.layouts), visible_gpus()
     else:
         import torch
@@ -377,7 +376,7 @@ def _missing_gpus(record: Any, case: Case, device: Device) -> str:
 def _choose(
     record: Record, layouts: Sequence[str] | None, checks: Sequence[str] | None, model: ModelUnderTest = TINY
 ) -> tuple[list[Check], list[Layout]]:
-    """Return the chosen checks that can be asked of a model, and the chosen layouts."""
+    """Return the chosen checks that fit the model, and the chosen layouts."""
     chosen = _select("check", checks, checks_of(record.kind), "suite")
     places = _select("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
     if model == TINY:

@@ -1,4 +1,4 @@
-"""Made-up samples of a step, to try losses and advantages with. They have every column that a run can have."""
+"""Made-up samples of a step for trials of losses and advantages, with every column that a run can have."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from enginehouse_testing.given import ColumnOf
 
 GROUPS, GROUP_SIZE = 4, 3
 OUTPUTS = ("logprobs", "entropy", "values")
-"""Outputs of an engine. Made-up samples have them as `now(NAME)`, because some columns have the same names."""
+"""Outputs of an engine. Made-up samples have them as `now(NAME)`, because some other columns have the same names."""
 
 
 def now(output: str) -> str:
-    """Return the name of the column of made-up samples that holds an engine's output."""
+    """Return the name of the column that holds an engine's output in made-up samples."""
     return f"now:{output}"
 
 
 def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = GROUP_SIZE, seed: int = 0) -> Batch:
-    """Return samples with every column of a run, and further columns of random numbers.
+    """Return `size` samples for each of `groups` prompts, with every column of a run and further random `columns`.
 
-    Rows have prompts and responses of different lengths. Some have tokens that do not count between those that do, as
-    those of a tool. Rewards differ; the rows of a group are not adjacent. Ratios to the old policy lie within and
-    beyond the usual clip ranges.
-
-    Args:
-        groups: number of prompts.
-        size: number of samples of each prompt.
+    Rows have prompts and responses of different lengths. In some rows, tokens that do not count stand between tokens
+    that do, as a tool's output does. Rewards differ. The rows of a group are not adjacent. Ratios to the old policy lie
+    within and beyond the usual clip ranges.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = groups * size
@@ -80,14 +76,14 @@ def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = G
 
 
 def with_silent(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Return the samples with some rows in which no token counts, as in an episode that failed."""
+    """Return the samples with some rows in which no token counts, like those of a failed episode."""
     mask = batch.ragged("loss_mask")
     silent = torch.isin(mask.row, torch.tensor(rows))
     return batch.with_columns(loss_mask=mask.like(mask.values & ~silent))
 
 
 def with_others_changed(batch: Batch) -> Batch:
-    """Return the samples with other numbers wherever a token does not count."""
+    """Return the samples with other numbers at every token that does not count."""
     mask = batch.ragged("loss_mask")
     changed = {}
     for name in batch.columns:
@@ -98,7 +94,7 @@ def with_others_changed(batch: Batch) -> Batch:
 
 
 def with_longer_prompts(batch: Batch, by: int = 3) -> Batch:
-    """Return the samples with `by` more tokens at the start of each row, none of which counts."""
+    """Return the samples with `by` additional tokens at the start of each row, none of which counts."""
     lengths = batch.lengths("loss_mask")
     ends = lengths.cumsum(0)
     starts = ends - lengths

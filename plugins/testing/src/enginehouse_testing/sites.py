@@ -1,4 +1,4 @@
-"""Places where acts run: the ranks of a training engine, a rollout engine's replica, or this process."""
+"""Places where acts run: ranks of a training engine, a replica of a rollout engine, or this process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACT_SECONDS = 180.0
-"""Longest an act of a training engine may take: some forty times what one takes on two quiet cores."""
+"""Maximum time of a training engine's act, about forty times what an act takes on two quiet cores."""
 ROLLOUT_ACT_SECONDS = 600.0
-"""Longest an act of a rollout engine may take, its launch included."""
+"""Maximum time of a rollout engine's act, launch included."""
 TRANSPORT_SECONDS = 60.0
-"""Deadline of all operations of a transport, and of operations that have to fail at once."""
+"""Deadline of all operations of a transport, including those that have to fail at once."""
 FUNCTION_SECONDS = 60.0
-"""Longest an act of a function may take."""
+"""Maximum time of an act of a function."""
 END_SECONDS = 60.0
-"""Longest an engine may take to end; then its process is killed."""
+"""Maximum time in which an engine may end; then its process is killed."""
 
 TRIALS = {
     "loss": "enginehouse_testing.loss_trial:LossTrial",
@@ -44,18 +44,18 @@ TRIALS = {
     "tracker": "enginehouse_testing.tracker_trial:TrackerTrial",
     "environment": "enginehouse_testing.environment_trial:EnvironmentTrial",
 }
-"""The class of the trial that acts get, by kind of record."""
+"""The class of the trial that an act gets, by kind of record."""
 
 
 def gpus_of(record: RolloutBackend, layout: Layout) -> int:
-    """Return the number of GPUs of a replica that runs on GPUs."""
+    """Return the number of GPUs of one replica."""
     return int(resolve(record.options)(**layout.options).gpus())
 
 
 def _start(
     pool: ResourcePool, spec: WorkerSpec, name: str, device: Any, seconds: float
 ) -> tuple[WorkerGroup, ResourcePool]:
-    """Start workers in a pool, which is shut down if they do not start."""
+    """Start workers in a pool. Shut the pool down if they do not start."""
     try:
         return WorkerGroup(pool, spec, name=name, device=device, timeout=seconds), pool
     except BaseException:
@@ -67,29 +67,29 @@ class Site:
     """A place where the acts of a kind's checks run."""
 
     def open(self) -> None:
-        """Be ready."""
+        """Start what all acts need."""
 
     def close(self) -> None:
         """End all processes."""
 
     def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run act `number` of a check, and raise what goes wrong in it."""
+        """Run act `number` of a check, and raise the errors of the act."""
         raise NotImplementedError
 
     def discard(self, layout: Layout) -> None:
-        """Drop what served the acts of a check that failed."""
+        """Discard what served the acts of a failed check."""
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """Return versions of distributions where the engine runs if it has its own Python environment; else empty."""
+        """Return versions of distributions in the engine's own Python environment; empty if it has none."""
         return {}
 
 
 class TrainSite(Site):
-    """Worker groups of one rank a process, one group for each number of processes.
+    """Worker groups with one rank per process, one group for each number of processes.
 
     Args:
-        seconds: longest an act may take.
-        device: device of the engines, except in checks that are for GPUs only.
+        seconds: maximum time of an act.
+        device: device of the engines, except in checks for GPUs only.
     """
 
     def __init__(self, seconds: float, device: Device = "cpu") -> None:
@@ -124,11 +124,11 @@ class TrainSite(Site):
             seen: list[Seen] = group.call("act", record, check, number, layout, self._models, directory)
             return seen
         except Exception:
-            self._end(key, timeout=0.1)  # ranks that did not fail wait for those that did
+            self._end(key, timeout=0.1)  # ranks that did not fail wait for the ranks that did
             raise
 
     def _make_room(self, gpus: int) -> None:
-        """End groups that hold GPUs if the other GPUs do not suffice."""
+        """End groups that hold GPUs if the free GPUs do not suffice."""
         holding = [key for key in self._groups if key[1] == "cuda"]
         if sum(processes for processes, _ in holding) + gpus > visible_gpus():
             for key in holding:
@@ -148,7 +148,7 @@ class RolloutSite(Site):
         python: path of the interpreter; None: this process's own.
         env: environment variables of the process.
         device: device of the engine.
-        seconds: longest an act may take, a launch included.
+        seconds: maximum time of an act, launch included.
     """
 
     def __init__(self, python: str | None, env: Mapping[str, str], device: Device, seconds: float):
@@ -157,7 +157,7 @@ class RolloutSite(Site):
         self._device: Device = device
         self._group: tuple[WorkerGroup, ResourcePool] | None = None
         self._layout: Layout | None = None
-        self._launched: tuple[str, str, str | None] | None = None  # engine, layout and model of what is launched
+        self._launched: tuple[str, str, str | None] | None = None  # engine, layout and model that are launched
         self._cluster: Cluster | None = None
         self._models = {name: rollout_model(name) for name in ROLLOUT_MODELS}
 
@@ -172,7 +172,7 @@ class RolloutSite(Site):
             self._cluster.shutdown()
 
     def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run an act on the replica, which is launched first if another is running."""
+        """Run an act on the replica, after launching it unless it runs already."""
         wanted = (record.engine, layout.name, check.model)
         if self._launched not in (None, wanted):
             self.discard(layout)
@@ -194,7 +194,7 @@ class RolloutSite(Site):
         return seen
 
     def discard(self, layout: Layout) -> None:
-        """End the engine, and with it its process, unless the process can take another engine."""
+        """End the engine, and its process too unless the process can launch another engine."""
         self._launched = None
         if self._group is None:
             return
@@ -230,10 +230,10 @@ class RolloutSite(Site):
 
 
 class TransportSite(Site):
-    """This process, with both ends of a transport, each on threads.
+    """This process, with both ends of a transport on threads.
 
     Args:
-        seconds: deadline of all that has to succeed, or to fail at once.
+        seconds: deadline of operations that have to succeed, or to fail at once.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -247,11 +247,11 @@ class TransportSite(Site):
 
 
 class HereSite(Site):
-    """This process, with a trial of a function or a class for each act, on a thread with a deadline.
+    """This process. Each act gets a trial of a function or a class, and runs on a thread with a deadline.
 
     Args:
         given: arguments and data of the trial.
-        seconds: longest an act may take.
+        seconds: maximum time of an act.
     """
 
     def __init__(self, given: Given, seconds: float) -> None:
@@ -265,7 +265,7 @@ class HereSite(Site):
         def run() -> None:
             try:
                 ended.put((check.acts[number](trial), None))
-            except BaseException as error:  # whatever it is, it is the check's result
+            except BaseException as error:  # any error is the check's result
                 ended.put((None, error))
 
         threading.Thread(target=run, name=f"{record.name}-{check.name}", daemon=True).start()
@@ -283,7 +283,7 @@ class HereSite(Site):
 
 
 class RewardSite(HereSite):
-    """A `HereSite` with processes of reward pools, which all acts share until one fails."""
+    """A `HereSite` with processes of reward pools. All acts share them until one fails."""
 
     _pools: tuple[RewardPool, ...] = ()
 
@@ -294,7 +294,7 @@ class RewardSite(HereSite):
             pool.close()
 
     def discard(self, layout: Layout) -> None:
-        """End the processes, as one may hang."""
+        """End the processes, because one may hang."""
         self.close()
 
     def _trial(self, record: Any, directory: str) -> Any:

@@ -20,19 +20,19 @@ from enginehouse_testing.running import Case, Certifier, cases
 from enginehouse_testing.unwritten import Unwritten, unwritten
 
 NAMED = ("backend", "transport", *NAMED_BY_MODULE)
-"""Class attributes that name the record under test; a suite has one of them."""
+"""Class attributes that name the record under test. A suite has one of them."""
 
 
 class Suite:
     """The base of the suites: one test for each check and layout.
 
-    While methods are yet to be written (`enginehouse_testing.unwritten`), there is only a failing test for each of
-    them, unless `checks` names some checks.
+    While methods are yet to be written (`enginehouse_testing.unwritten`), the suite has only a failing test for each of
+    these methods, unless `checks` names some checks.
 
     Class attributes:
         layouts: names of declared layouts to test; None: all.
         checks: names of checks to run; None: all.
-        runtime: the runtime of a rollout engine, as in a config.
+        runtime: runtime of a rollout engine, as in a config.
         device: device of an engine; None: a GPU if there is one that the engine can use, else the CPU. Tests of engines
             on GPUs are marked `gpu`.
     """
@@ -50,7 +50,7 @@ class Suite:
 
     @classmethod
     def given(cls) -> Given:
-        """Return the arguments and data to try it with, which are the class attributes of these names."""
+        """Return the arguments and data for the record, which are the class attributes of these names."""
         return Given(**{field.name: getattr(cls, field.name) for field in fields(Given) if hasattr(cls, field.name)})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -84,13 +84,13 @@ class Suite:
     @pytest.fixture(scope="class")
     @classmethod
     def certifier(cls) -> Iterator[Certifier]:
-        """Yield the processes that all tests of the class share."""
+        """Yield the object that runs the cases, whose processes all tests of the class share."""
         with Certifier(cls.record(), cls.runtime, cls.device, given=cls.given()) as certifier:
             yield certifier
 
 
 def _failing_tests(missing: Sequence[Unwritten]) -> Any:
-    """Return a test that fails, with one line, for each method that is yet to be written."""
+    """Return a test that fails with one line for each method that is yet to be written."""
 
     @pytest.mark.parametrize("method", [pytest.param(method, id=method.name) for method in missing])
     def test_is_written(self: Suite, method: Unwritten) -> None:
@@ -107,12 +107,12 @@ class TrainEngineSuite(Suite):
         class TestMine(TrainEngineSuite):
             backend = "mine"
 
-    Checks of capabilities that the backend does not declare are no tests. Tests that need GPUs are marked `gpu`, and
-    skipped if there are too few.
+    A capability that the backend does not declare has no tests. Tests that need GPUs are marked `gpu`, and skipped if
+    there are too few GPUs.
 
     Class attributes:
         backend: a registered name, or a record that need not be registered.
-        device: the CPU, on which every layout can be tested; `"cuda"` in a suite for machines with GPUs.
+        device: the CPU, which can test every layout; `"cuda"` in a suite for machines with GPUs.
     """
 
     kind = "train"
@@ -128,8 +128,8 @@ class RolloutEngineSuite(Suite):
         class TestMine(RolloutEngineSuite):
             backend = "mine"
 
-    Checks of capabilities that the backend does not declare are no tests. An engine is launched for each of a few tiny
-    models, and serves all checks of that model.
+    A capability that the backend does not declare has no tests. The suite launches an engine for each of a few tiny
+    models, and runs all checks of that model on it.
 
     Class attributes:
         backend: a registered name, or a record that need not be registered.
@@ -166,8 +166,8 @@ class LossSuite(Suite):
     Class attributes:
         loss: a registered name, `"module:function"`, or a record that need not be registered.
         arguments: arguments of the loss, as in `algorithm.loss.arguments`.
-        columns: further columns that it reads, for example those of your own advantage, each with one random number a
-            `"row"` or a `"token"`.
+        columns: additional columns that the loss reads, for example those of your own advantage. They hold one random
+            number for each `"row"` or `"token"`.
     """
 
     kind = "loss"
@@ -187,7 +187,7 @@ class AdvantageSuite(Suite):
     Class attributes:
         advantage: a registered name, `"module:function"`, or a record that need not be registered.
         arguments: arguments of the advantage, as in `algorithm.advantage.arguments`.
-        columns: further columns that it reads, each with one random number a `"row"` or a `"token"`.
+        columns: additional columns that it reads, with one random number for each `"row"` or `"token"`.
     """
 
     kind = "advantage"
@@ -209,9 +209,9 @@ class RewardSuite(Suite):
         reward: a registered name, `"module:function"`, or a record that need not be registered.
         arguments: arguments of the reward, as in `reward.arguments`.
         examples: rows of data, each with a `response` and, if it is known, the expected `reward`. Without examples,
-            made-up rows with an `answer` are scored.
+            the suite scores made-up rows with an `answer`.
         repeatable: True if the same row gets the same score each time; False for a reward that asks a model.
-        seconds: longest it may take for a row.
+        seconds: maximum time in seconds that the reward may take for a row.
     """
 
     kind = "reward"
@@ -230,13 +230,13 @@ class TrackerSuite(Suite):
         class TestMine(TrackerSuite):
             tracker = "mine"
 
-    If the metrics can be read back, `read` does it, and none may be missing once the tracker has finished. Without
-    `read` the suite only sees that nothing raises and nothing hangs.
+    If the metrics can be read back, write `read`: the suite then checks that none is missing once the tracker has
+    finished. Without `read` it only sees that nothing raises or hangs.
 
     Class attributes:
         tracker: a registered name, `"module:Class"`, or a record that need not be registered.
         arguments: arguments of the tracker, as in a config.
-        read: a static method `read(directory)`, which reads back the metrics of the run of a directory: by name, pairs
+        read: a static method `read(directory)`, which reads back the metrics of the run in a directory: by name, pairs
             of a step and a value.
     """
 
@@ -247,7 +247,7 @@ class TrackerSuite(Suite):
 
 
 class EnvironmentSuite(Suite):
-    """Tests everything that an environment promises. A scripted policy, which is no model, plays it in this process.
+    """Tests everything that an environment promises. A scripted policy instead of a model plays it in this process.
 
         from enginehouse_testing import EnvironmentSuite
 
@@ -259,8 +259,8 @@ class EnvironmentSuite(Suite):
     Class attributes:
         environment: a registered name, `"module:Class"`, or a record that need not be registered.
         arguments: arguments of the environment, as in `environment.arguments`.
-        examples: rows of data for tasks. Without examples, made-up rows with an `answer` are used.
-        replies: texts that the policy answers with, by chance but always the same. Without them a few answers are used.
+        examples: rows of data for tasks. Without examples, the suite uses made-up rows with an `answer`.
+        replies: texts that the policy answers with, at random but always the same. Without them it uses a few answers.
     """
 
     kind = "environment"

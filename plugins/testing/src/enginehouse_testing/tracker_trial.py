@@ -1,4 +1,4 @@
-"""Makes and calls a tracker under test as a run does, in one thread."""
+"""Creates and calls a tracker under test in one thread, as a run does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrackerTrial(Trial):
 
 
 def steps(first: int, last: int) -> list[Logged]:
-    """Return the metrics of some steps, with a validation after each second step, under the names of a run."""
+    """Return the metrics of some steps under a run's names, with a validation after every second step."""
     logged: list[Logged] = [(0, {"validation/reward": 0.125}, "validation")] if first == 1 else []
     for step in range(first, last + 1):
         logged.append((step, {"actor/loss": -0.5 * step, "reward/mean": step / 8, "time/step": 1.5}, "train"))

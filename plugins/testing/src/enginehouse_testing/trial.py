@@ -1,4 +1,4 @@
-"""The base of the trials by which acts try a function, a tracker or an environment."""
+"""The base of the trials with which acts try a function, a tracker or an environment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Trial:
 
     Attributes:
         record: the record under test.
-        given: the arguments and the data to try it with.
-        directory: folder that is empty when a case's first act begins, and removed after its last.
+        given: the arguments and the data for it.
+        directory: folder that is empty when a case's first act begins, and removed after its last act.
     """
 
     record: Any

@@ -1,7 +1,7 @@
 """Finds methods of a skeleton that are yet to be written, so that a suite can name them before it runs.
 
-A method is unwritten while its body, apart from the docstring, is `raise NotImplementedError("yours to write: ...")`.
-Source is read; nothing is imported.
+A method is unwritten if its body, apart from the docstring, is `raise NotImplementedError("yours to write: ...")`. This
+module reads the source and imports nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Unwritten:
 
     Attributes:
         line: number of the line of its `def`.
-        says: its task.
+        says: task of the method.
     """
 
     name: str
@@ -48,7 +48,7 @@ def _find_unwritten(module: str) -> Iterator[Unwritten]:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return  # the error comes when the record is used
+        return  # the error is raised when the record is used
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))

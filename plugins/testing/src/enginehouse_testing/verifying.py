@@ -22,10 +22,10 @@ NEEDED = {
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
-    """Return a certificate as it was written, but for `passed`, which is computed from its checks.
+    """Return a certificate as it was written, except that `passed` is computed from its checks.
 
     Raises:
-        DataError: the file is no certificate, or has no checks.
+        DataError: the file is no certificate, or it has no checks.
     """
     try:
         certificate = json.loads(path.read_text(encoding="utf-8"))
@@ -43,10 +43,10 @@ def read_certificate(path: Path) -> dict[str, Any]:
 
 
 def differences(certificate: Mapping[str, Any]) -> list[str]:
-    """Return a line for each difference between what is installed and what was certified.
+    """Return a line for each difference between the installed and the certified software.
 
-    The record's owner, the digest of its code, and versions of its dependencies are compared. Versions in an engine's
-    own Python environment are compared with those of the environment that it would run in now.
+    It compares the record's distribution, the digest of its code, and versions of its dependencies. Versions in an
+    engine's own Python environment are compared with those of the environment that the engine would run in now.
     """
     name, kind = certificate["backend"], certificate["kind"]
     try:

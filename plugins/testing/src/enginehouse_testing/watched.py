@@ -1,4 +1,4 @@
-"""A reward that measures how much another one prints. It is imported in processes of a reward pool, so it is light."""
+"""A reward that measures how much another one prints. Light, because processes of a reward pool import it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enginehouse.plugin.records import is_batched, keywords, resolve
 
 
 def printed_bytes(*, watched: str, watched_arguments: Mapping[str, Any], **row: Any) -> float:
-    """Return the bytes that a reward prints for a row to standard output and error, which are one file there.
+    """Return the bytes that a reward prints for a row. Standard output and error are one file in this process.
 
     Args:
         watched: the reward, as `"module:function"`.

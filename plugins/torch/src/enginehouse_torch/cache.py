@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, each `(rows, heads, capacity, head_dim)`, of which `used` columns hold tokens.
 
-    A layer that attends to a window keeps all columns too; the model's own mask hides those outside the window.
+    A sliding-window layer keeps all columns too, because the model's mask hides the columns outside the window.
     """
 
     is_sliding = False
@@ -41,7 +41,7 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         end = self.used + key_states.shape[2]
         if end > self.capacity:
-            raise IndexError(f"the cache holds {self.capacity} columns, {end} were asked for")
+            raise IndexError(f"the cache holds {self.capacity} columns, but {end} are needed")
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
         self.used = end
@@ -49,7 +49,7 @@ class KVLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Return length and offset of the keys that a mask for `query_length` new tokens spans."""
-        if isinstance(query_length, torch.Tensor):  # transformers before 5 hands over the positions themselves
+        if isinstance(query_length, torch.Tensor):  # transformers before 5 passes the positions, not their number
             query_length = query_length.shape[0]
         return self.used + query_length, 0
 
@@ -65,7 +65,7 @@ class KVLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """The layers of a batch. Create it empty with the capacity that its rows need; the first forward pass fills it."""
+    """Keys and values of a batch. Create it empty, with the capacity that the rows need; the forward passes fill it."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
@@ -108,7 +108,7 @@ class KVCache(Cache):
                 source, last = cache.layers[index], first + rows.shape[0]
                 gap = used - (cache.used - start)
                 for target, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                    # Masked columns still take part in a product with zero, so they must not be NaN.
+                    # Attention multiplies masked columns by zero, so they must not be NaN.
                     target[first:last, :, :gap] = 0
                     target[first:last, :, gap:used] = states[:, :, start : cache.used].index_select(0, rows)
                 first = last

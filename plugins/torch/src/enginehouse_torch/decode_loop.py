@@ -157,11 +157,11 @@ class DecodeLoop:
         await self.call(lambda: self._abort([p for p in self._futures if chosen is None or p.request.id in chosen]))
 
     def forget(self, pending: RequestProgress) -> None:
-        """End a request that nobody awaits any more."""
+        """Abort a request whose caller has been cancelled."""
         self.post(lambda: self._abort([pending]))
 
     def stop(self, deadline_seconds: float) -> None:
-        """End the thread; running and waiting requests are aborted.
+        """Stop the thread and abort running and waiting requests.
 
         Raises:
             EnginehouseError: the thread is still in a forward pass after the deadline.
@@ -193,7 +193,7 @@ class DecodeLoop:
                     if self._can_work() and not self._stopping:
                         self._work()
                         note_progress()
-                except BaseException as error:  # whatever it is, those who wait must hear of it
+                except BaseException as error:  # whatever failed, waiting callers must get an error
                     self._failure = error
                     self._fail_requests()
                 self._settle()
@@ -213,7 +213,7 @@ class DecodeLoop:
         return bool(self._waiting) or len(self._batch) > 0
 
     def _work(self) -> None:
-        """Admit requests and compute one token for every completion; refuse all if the weights are not there."""
+        """Admit requests and generate one token for every completion. Fail all requests if the weights' loan ended."""
         admissions = [] if self._paused else self._next_requests()
         try:
             with self._weights.using():
@@ -228,12 +228,13 @@ class DecodeLoop:
             self.at_rest()
 
     def _next_requests(self) -> list[tuple[RequestProgress, int]]:
-        """Take from the queue, in order, while there is room: `(request, samples to begin)`."""
+        """Take requests from the queue, in order, while the batch has room; return `(request, samples to begin)`."""
         room = self._max_running - len(self._batch)
         admissions = []
         while self._waiting:
             pending = self._waiting[0]
-            # A request begins whole because its prompt is prefilled once; one larger than the batch begins in parts.
+            # All samples of a request begin together, because its prompt is prefilled once. A request with more
+            # samples than the whole batch holds begins in parts.
             count = 0 if pending.request.sampling.max_tokens == 0 else min(pending.unadmitted, self._max_running)
             if count > room:
                 break
@@ -254,7 +255,7 @@ class DecodeLoop:
         self._waiting = deque(pending for pending in self._waiting if pending not in aborted)
 
     def _settle(self) -> None:
-        """Answer finished requests and pauses, with one wake-up for each event loop."""
+        """Resolve the futures of finished requests and pauses, with one wake-up for each event loop."""
         for pending in [pending for pending in self._futures if pending.finished]:
             self._answer(self._futures.pop(pending), pending.result())
         if not self._draining or self._stopping or self._failure is not None:

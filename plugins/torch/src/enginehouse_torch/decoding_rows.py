@@ -19,17 +19,17 @@ class DecodingRows:
     """Columns with one entry per completion.
 
     Attributes:
-        owner: each row's `RequestProgress`, object.
-        sample: its sample number in the request, int64.
-        stream: its stream of random numbers, uint64.
-        prompt_tokens: length of its prompt, int64.
-        count, limit: numbers of tokens drawn so far, and at most, int64.
+        owner: `RequestProgress` of each row, object.
+        sample: number of the row's sample in its request, int64.
+        stream: the row's stream of random numbers, uint64.
+        prompt_tokens: length of the row's prompt, int64.
+        count, limit: number of tokens sampled so far, and its maximum, int64.
         temperature, top_k, top_p: float32, int64, float32.
-        stops: token ids that end it, `(rows, any)` int64, padded with -1.
-        has_stop_text: True if strings may end it too, bool.
-        tokens, logprobs: drawn so far, `(rows, width)` int64 and float32.
-        first_version, last_version: weight versions, int64.
-        alive: False once finished, bool. Finished rows are computed along until the batch is compacted.
+        stops: token ids that end the row, `(rows, any)` int64, padded with -1.
+        has_stop_text: True if stop strings may end the row too, bool.
+        tokens, logprobs: tokens sampled so far and their logprobs, `(rows, width)` int64 and float32.
+        first_version, last_version: weight versions of the first and the last token, int64.
+        alive: False once finished, bool. The forward pass still computes finished rows until the batch is compacted.
     """
 
     owner: np.ndarray
@@ -53,7 +53,7 @@ class DecodingRows:
     def begin(
         cls, entries: Sequence[tuple[RequestProgress, int]], end_ids: tuple[int, ...], version: int
     ) -> DecodingRows:
-        """Create rows for the next samples of each request, `(request, count)`, and mark them as admitted."""
+        """Create rows for the next `count` samples of each `(request, count)`, and count these as admitted."""
         repeats = np.array([count for _, count in entries])
         owner = np.empty(len(entries), dtype=object)
         owner[:] = [pending for pending, _ in entries]
@@ -97,7 +97,7 @@ class DecodingRows:
 
     @property
     def cached(self) -> np.ndarray:
-        """Number of tokens of each row in the cache: all but the last drawn, int64."""
+        """Number of each row's tokens in the cache, int64: all but the last sampled token."""
         return self.prompt_tokens + self.count - 1
 
     def take(self, index: np.ndarray) -> DecodingRows:
@@ -117,7 +117,7 @@ class DecodingRows:
         return DecodingRows(*joined)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Append a drawn token to each row that is alive, and complete the rows that it ends."""
+        """Append a sampled token to each row that is alive, and complete the rows that end with it."""
         if self.count.max() >= self.tokens.shape[1]:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, self.tokens.shape[1])))
             self.logprobs = np.pad(self.logprobs, ((0, 0), (0, self.logprobs.shape[1])))

@@ -1,4 +1,4 @@
-"""The forward pass that the decode loop calls: the model's own, with our cache."""
+"""Forward passes for the decode loop: the model's own with our cache, or a fused one that agrees with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Forward(Protocol):
         """Compute logits and append the tokens to the cache.
 
         Args:
-            tokens: `(rows, new)` int64. On an empty cache any number, else 1.
+            tokens: `(rows, new)` int64; `new` must be 1 unless the cache is empty.
             padding: `(rows,)` int64, number of leading padding columns of each row; None if no row has any.
             cache: holds the earlier columns, with room for `new` more.
             all_logits: return the logits of every new token instead of the last one.
@@ -40,7 +40,7 @@ class Forward(Protocol):
         ...
 
     def rebind(self) -> None:
-        """Find the model's parameters again after they were given other memory."""
+        """Read the model's parameters again after they have moved to other memory."""
         ...
 
 
@@ -48,14 +48,14 @@ class ModelForward:
     """The model's own `forward`.
 
     Attributes:
-        positions: number of positions of the model; finished rows still in a batch may run past their limit.
+        positions: number of positions of the model. Finished rows in the batch may exceed it; they are clamped.
     """
 
     def __init__(self, model: PreTrainedModel, positions: int):
         self.model = model
         self.positions = positions
         parameters = inspect.signature(model.forward).parameters
-        # The name since transformers 5.24, and the earlier one.
+        # transformers 5.24 renamed the argument.
         self._cache = "cache" if "cache" in parameters else "past_key_values"
 
     def __call__(
@@ -84,7 +84,7 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
     """Return the fastest forward pass that agrees with the model's plain one on random tokens.
 
     Raises:
-        ModelError: even the model's own forward pass does not agree with itself when run with our cache, as for an
+        ModelError: the model's own forward pass gives other logits with our cache than without it. An example is an
             architecture with state other than keys and values.
     """
     from enginehouse_torch.fused import FusedForward
@@ -121,7 +121,7 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
 def probe(forward: Forward, model: PreTrainedModel) -> float:
     """Return the largest difference of `forward`'s logits from the model's plain pass, relative to the largest logit.
 
-    Two rows of unequal length are prefilled together and one token is decoded, so padding, positions and cache count.
+    It prefills two rows of unequal length together and decodes one token, so padding, positions and cache matter.
     """
     text = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)

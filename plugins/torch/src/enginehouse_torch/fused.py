@@ -1,8 +1,8 @@
 """A faster forward pass for the most common decoders: fewer and larger operations than the model's own modules.
 
 It supports RMSNorm, rotary positions, grouped-query attention (with or without biases and query/key norms) and SwiGLU.
-Projections that read the same input are one matrix here. The model's parameters become views of it, so there is one
-copy of the weights and nothing to rebuild after an update, unless it gives the parameters other memory (`rebind`).
+Projections that read the same input are one matrix here, and the model's parameters become views of it. The weights
+therefore exist once. An update needs no rebuild unless it moves the parameters to other memory (`rebind`).
 `choose_forward` compares its numbers with the model's own.
 """
 
@@ -55,7 +55,7 @@ class FusedForward:
         config = model.config
         self.positions = positions
         self.eps = config.rms_norm_eps
-        # In float32 on a CPU RMSNorm is written out below, in half the operations that torch's own is made of there.
+        # On a CPU in float32, `_norm` computes RMSNorm with half the operations of torch's own.
         written_out = model.dtype == torch.float32 and model.device.type == "cpu"
         self.eps_tensor = torch.tensor(self.eps) if written_out else None
         self.heads = config.num_attention_heads
@@ -115,7 +115,7 @@ class FusedForward:
         """Return the attention of `(rows, new, heads, head_dim)` queries as `(rows * new, heads * head_dim)`."""
         rows, new, heads, head_dim = q.shape
         if new == 1:
-            # The query heads that share a key-value head become its queries: no key is repeated.
+            # Query heads that share a key-value head become its queries, so no key is copied.
             grouped = q.reshape(rows, self.kv_heads, -1, head_dim)
             attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
             return attended.reshape(rows, heads * head_dim)
@@ -160,10 +160,7 @@ class _Layer:
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the first axis; each parameter is a view of its part, or becomes one.
-
-    Parameters that lie one after the other in memory stay where they are.
-    """
+    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent ones are not moved."""
     first, size = parameters[0].data, sum(len(parameter) for parameter in parameters)
     if _are_adjacent(parameters):
         return first.as_strided((size, *first.shape[1:]), first.stride())
@@ -197,7 +194,7 @@ def _add_linear(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: to
 
 
 def _mask(used: int, new: int, padding: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the positions each new token may attend to, `(rows, 1, new, used + new)` bool; None: all before it."""
+    """Return a bool mask `(rows, 1, new, used + new)` of the positions that each new token attends to; None: all."""
     if padding is None:
         return None
     columns = torch.arange(used + new, device=padding.device)

@@ -38,9 +38,9 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
 
 
 def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a replica's memory. Its cache is as wide as the longest row, and exists twice when it last grows.
+    """Estimate a replica's memory. Lent weights count as the trainer's.
 
-    Lent weights are the trainer's.
+    The cache is as wide as the longest row. It last grows from half that width, and then both caches exist.
     """
     shape, size = demand.shape, demand.itemsize
     running = min(options.max_running, -(-demand.rows // demand.processes))
@@ -48,7 +48,7 @@ def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> Memory
     columns = -(-columns // FIRST_COLUMNS) * FIRST_COLUMNS
     cache = running * columns * shape.cached_per_token * size
     weights = 0 if demand.borrows else size * shape.parameters
-    staging = {"staging": weights}  # a CPU keeps a small model's from update to update
+    staging = {"staging": weights}  # on a CPU, a small model's staging memory is kept between updates
     keeps_weights = demand.device == "cpu" and weights <= LITTLE_BYTES
     held = {"weights": weights} | (staging if keeps_weights else {})
     return MemoryUse(

@@ -21,7 +21,7 @@ from enginehouse_torch.modeling.finite import find_not_finite, lost_weights_erro
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 
 ALIGNMENT = 16
-"""Number of elements to which each parameter's place is rounded up: 64 bytes, a cache line."""
+"""Each parameter begins at a multiple of this number of elements: 64 bytes, a cache line."""
 ALL_REDUCE_ELEMENTS = 1 << 28
 """Maximum number of elements of one all-reduce: 1 GiB."""
 NORM_BLOCK = 4096
@@ -33,14 +33,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class FlatAdamW:
     """Gradients, optimizer state and schedule of a model whose ranks hold equal replicas.
 
-    Each trained parameter and its `grad` become views of this object's buffers; half-precision parameters keep their
-    storage and are copied to after each step.
+    Each trained parameter and its `grad` become views of this object's buffers. Half-precision parameters keep their
+    storage, and each step copies the new values to them.
 
     Args:
         parameters: trained parameters by name, each once, all on one device.
         options: hyperparameters and schedule.
         world_size: ranks to sum gradients over; 1 needs no process group.
-        values: the buffer in which `gather_values` has put the parameters; None: they are put into one here.
+        values: buffer that `gather_values` made of the parameters; None: make it here.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class FlatAdamW:
         return flat[start : start + size].view(self._parameters[name].shape)
 
     def count(self, weight: float) -> None:
-        """Add to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self.sums[-1] += weight
 
     def step(self) -> dict[str, float]:
-        """Sum over ranks, normalise, clip, step, zero; collective.
+        """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        Nothing but the gradients changes if the gradient's norm is not finite or no rank counted anything.
+        If the gradient's norm is not finite, or no rank counted anything, only the gradients are zeroed.
 
         Returns:
             `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.
 
         Raises:
-            NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
+            NonFiniteWeights: the step made weights not finite. All ranks name the same weights.
         """
         self._gradients[: self._fixed].zero_()  # fixed parameters count neither in the norm nor in `finite`
         if self.world_size > 1:
@@ -178,9 +178,9 @@ class FlatAdamW:
 def lay_out(
     parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions
 ) -> tuple[dict[str, tuple[int, int]], dict[float, int]]:
-    """Return each parameter's place in a flat buffer, first element and size, and where each learning rate's end.
+    """Return each parameter's first element and size in a flat buffer, and the end of each learning rate's part.
 
-    Parameters of one learning rate are side by side, by the factors of `options.lr_groups`.
+    Parameters with the same factor in `options.lr_groups` are adjacent.
     """
     factors = lr_factors(parameters, options)
     places: dict[str, tuple[int, int]] = {}
@@ -195,9 +195,9 @@ def lay_out(
 
 @torch.no_grad()
 def gather_values(parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions) -> torch.Tensor:
-    """Copy parameters to one flat fp32 buffer, and have those that are float32 be views of it.
+    """Copy parameters to one flat fp32 buffer, and make float32 parameters views of it.
 
-    Where this comes before the first step, nobody who was lent a parameter has another one from then on.
+    Call this before a parameter is lent, because float32 parameters move to the buffer.
     """
     places, ends = lay_out(parameters, options)
     values = torch.zeros(max(ends.values()), device=next(iter(parameters.values())).device)
@@ -212,7 +212,7 @@ def gather_values(parameters: Mapping[str, torch.nn.Parameter], options: Grouped
 def _norm(flat: torch.Tensor) -> torch.Tensor:
     """Return the 2-norm of a flat fp32 tensor, by blocks.
 
-    On a CPU torch sums all squares in a few fp32 accumulators, which is off by 1e-3 of the norm at 20 million elements.
+    On a CPU torch sums squares in a few fp32 accumulators, and is off by 1e-3 of the norm at 20 million elements.
     """
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     blocks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)

@@ -17,7 +17,7 @@ from enginehouse_torch.memory_plan import rollout_memory, train_memory
 
 def _refuse_native(native: dict[str, Any]) -> dict[str, Any]:
     if native:
-        raise ValueError("the torch backends are no wrapper of another engine: there is nothing to pass these to")
+        raise ValueError("must be empty: the torch engines wrap no other engine that could take these options")
     return native
 
 
@@ -73,7 +73,7 @@ class PackingOptions(GroupedTrainOptions):
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
                     f"{option} needs {package}, which is not installed here; install it, or use attention=auto, which "
-                    "takes what is installed where the engine runs"
+                    "uses what is installed where the engine runs"
                 )
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ReplicatedWeights:
     """The `WeightSource` of a model that every rank holds whole.
 
-    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy. Names
-    `stored` in the checkpoint decide which of its names a tied parameter gets.
+    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy. If a tied
+    parameter has several names, the checkpoint's `stored` names decide which name it gets.
     """
 
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
@@ -32,7 +32,7 @@ class ReplicatedWeights:
         return [ParamMeta.of(name, tensor) for name, tensor in self.iter_local()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor, without communication."""
+        """Yield each tensor; every rank holds all of them, so no communication is needed."""
         return self.iter_local()
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ class RequestProgress:
     Attributes:
         request: the request as it arrived.
         prompt: its token ids, `(tokens,)` int64.
-        seed: seed of its random streams, drawn here if the request has none.
+        seed: seed of its random streams, chosen here if the request has none.
         admitted: number of its samples that have begun.
         prompt_logprobs: set by the prefill if the request asks for them.
         text_of: decodes token ids; set if the request has stop strings.
@@ -65,6 +65,6 @@ class RequestProgress:
         """Return True if the last of these tokens completes a stop string."""
         assert self.text_of is not None
         longest = max(len(stop.encode()) for stop in self.request.sampling.stop)
-        # A token stands for at least one byte, and a character cut in two for at most three more.
+        # A token stands for at least one byte. A character cut in two can take up to three tokens more.
         text = self.text_of(token_ids[-(longest + 4) :])
         return any(stop in text for stop in self.request.sampling.stop)

@@ -35,11 +35,11 @@ class TorchRolloutEngine:
     * Requests submitted in one turn of the event loop (one `asyncio.gather`) are admitted together. A request that
       arrives while others run joins them at the next token boundary if `max_running` leaves room for all its samples.
       Requests begin in order of arrival.
-    * After `pause("keep")` and a weight update the kept sequences continue with the keys and values they had.
-    * The same seed gives the same tokens whatever else runs, up to rounding: matrix products of another batch size may
-      differ in the last bit, which changes a token only if the random number falls on it.
-    * An exception while decoding ends the engine: unfinished requests raise `RolloutEngineFailed`, as does every later
-      call, `health` included.
+    * After `pause("keep")` and a weight update the kept sequences continue with the keys and values of the old weights.
+    * The same seed gives the same tokens whatever else runs, up to rounding. Matrix products of another batch size may
+      differ in the last bit, which changes a token only if the random number falls on that bit.
+    * An exception while decoding stops the engine. Unfinished requests and every later call raise
+      `RolloutEngineFailed`, `health` included.
 
     Attributes:
         forward_name: class of the forward pass in use, once launched.
@@ -97,7 +97,7 @@ class TorchRolloutEngine:
         return Endpoint(engine=f"torch {torch.__version__}", max_model_tokens=self._max_model_tokens)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; cancelling the call ends the request.
+        """Generate the completions of a request. Cancelling the call aborts the request.
 
         Raises:
             EnginehouseError: the request is invalid, for instance because its prompt is too long.
@@ -129,7 +129,7 @@ class TorchRolloutEngine:
             self.loop.submit(arrivals)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests; those that wait end too, with no tokens."""
+        """Abort requests. Waiting requests end too, without tokens."""
         self._hand_over()
         await self.loop.abort(ids)
 
@@ -168,7 +168,7 @@ class TorchRolloutEngine:
         await self.loop.call(take_back)
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Begin to stage a version; discard an update that was started and not finished.
+        """Begin to stage a version. Discard an update that was started and not finished.
 
         Raises:
             WeightSyncError: the version is not newer than the served one, or a parameter does not fit the model.
@@ -190,7 +190,7 @@ class TorchRolloutEngine:
         self._weights.discard()
 
     async def weight_state(self) -> WeightState:
-        """Return version and checksums; checksums are computed once a version."""
+        """Return version and checksums; checksums are computed once per version."""
         return await self.loop.call(self._weights.state)
 
     async def health(self) -> Health:
@@ -204,10 +204,10 @@ class TorchRolloutEngine:
         return Health(loop.running, loop.waiting + len(self._arrivals), loop.paused, self._weights.version)
 
     async def shutdown(self) -> None:
-        """End the decode thread; running requests return as aborted.
+        """Stop the decode thread; running requests return as aborted.
 
         Raises:
-            EnginehouseError: the thread did not end within `SHUTDOWN_SECONDS`.
+            EnginehouseError: the thread did not stop within `SHUTDOWN_SECONDS`.
         """
         if self._loop is not None:
             self._hand_over()

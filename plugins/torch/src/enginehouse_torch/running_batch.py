@@ -128,7 +128,7 @@ class RunningBatch:
         self._live = None
 
     def _chunks(self, admissions: Sequence[tuple[RequestProgress, int]]) -> list[list[tuple[RequestProgress, int]]]:
-        """Cut into forward passes within the token budget. Scored prompts go apart because their logits are large."""
+        """Split into forward passes within the token budget. Scored prompts, whose logits are large, are separate."""
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
             chunk: list[tuple[RequestProgress, int]] = []
@@ -146,7 +146,7 @@ class RunningBatch:
         return chunks
 
     def _prefill(self, requests: Sequence[RequestProgress]) -> tuple[KVCache, torch.Tensor]:
-        """Run the prompts, a row each; return their cache and the logits after them, `(requests, vocabulary)`."""
+        """Run the prompts, one row each; return their cache and the logits after them, `(requests, vocabulary)`."""
         lengths = np.array([len(pending.prompt) for pending in requests])
         longest = int(lengths.max())
         prompts = np.zeros((len(requests), longest), np.int64)

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, with one uniform number per token.
+"""Samples tokens from logits, with one uniform number per token.
 
 The uniforms come from a counter. They depend only on (seed, sample, position), so a seeded completion is the same
 whatever else runs in the batch.

@@ -1,7 +1,7 @@
 """The weights that a rollout engine serves: a new version is staged beside the old one, then replaces it.
 
-A trainer in the same process may lend its own tensors. The model's parameters then are these tensors, so that they
-exist once, until the trainer ends the loan; nothing is computed with them from then on until the next update.
+A trainer in the same process may lend its own tensors. The model's parameters then are these tensors, so that the
+weights exist once in memory. When the trainer ends the loan, the engine computes nothing until the next update.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class StagedTensors:
-    """A staged version `number` as tensors on the model's device, which replaces the `served` ones.
+    """Tensors of a staged version `number` on the model's device, which will replace the `served` tensors.
 
     Attributes:
         parameters: names of the announced parameters.
-        room: tensors to write to, by name; missing ones are allocated.
-        arrived: the tensors that have arrived.
-        loan: the loan of those among them that are the trainer's own; None: there are none.
-        lent: the names of those.
+        room: tensors to write to, by name; missing tensors are allocated.
+        arrived: tensors that have arrived.
+        loan: the trainer's loan of arrived tensors; None: all were copied.
+        lent: names of the lent tensors.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StagedTensors:
         self._offered: Loan | None = None
 
     def offer(self, loan: Loan | None) -> None:
-        """Note the loan of the tensors that come next; all other tensors belong to the first loan."""
+        """Note the loan of the next tensors. Tensors of another loan than the first chunk's are copied."""
         self.loan = loan if not self.arrived else self.loan
         self._offered = loan
 
@@ -74,17 +74,17 @@ class ServedWeights(StagedUpdate[StagedTensors]):
     """A model's parameters and persistent buffers by Hugging Face name, and their version.
 
     A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update. Only `commit`
-    overwrites the model's tensors, in place, or has the parameters be lent ones.
+    changes the model: it overwrites the tensors in place, or makes the lent tensors the parameters.
 
     Args:
         model: the model.
         path: its directory.
         where: names this replica in messages.
-        rebind: called when the parameters were given other memory.
+        rebind: called after the parameters have moved to other memory.
 
     Attributes:
         is_lost: True from `forget` until an update has brought new weights.
-        are_large: True if memory of their size is worth giving back between calls, as it is only on a CPU.
+        are_large: True on a CPU for large weights, whose freed memory is worth returning to the system.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, where: str, rebind: Callable[[], None] = lambda: None):
@@ -102,15 +102,15 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._room: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, str] = {}
         self._device = model.device
-        self._loan: Loan | None = None  # of the parameters, while they are the trainer's
+        self._loan: Loan | None = None  # set while the trainer owns the parameters
         self.is_lost = False
 
     def _find_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors as the checkpoint has them: views, written to in place."""
+        """Return the model's tensors in the form of the checkpoint, as views that updates write to."""
         return dict(self._stored_form.apart(unique_state(self._model, self._stored)))
 
     def forget(self) -> None:
-        """Free the memory of the served weights, which are lost."""
+        """Free the memory of the served weights. Their values are lost."""
         self.discard()
         self._leave_loan()
         self._room, self._checksums, self.is_lost = {}, {}, True
@@ -127,18 +127,18 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             take_back(storage, nbytes)
 
     def using(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights may be computed with.
+        """Return the context in which the engine may compute with the weights.
 
         Raises:
-            LoanOver: on entering, if they were lent and are not there any more.
+            LoanOver: on entering, if the weights were lent and the trainer has ended the loan.
         """
         return nullcontext() if self._loan is None else self._loan.using()
 
     def check_loan(self) -> None:
-        """Check that the weights, if they were lent, are there still.
+        """Check that the loan of the weights, if there is one, has not ended.
 
         Raises:
-            LoanOver: if they are not.
+            LoanOver: the trainer has ended the loan.
         """
         if self._loan is not None:
             self._loan.check()
@@ -151,7 +151,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         return StagedTensors(update.version, {meta.name for meta in update.parameters}, self._parameters, room)
 
     def stage(self, chunk: WeightChunk) -> None:
-        """Keep a chunk's tensors beside the served tensors, as `StagedUpdate.stage` says; lent ones where they lie."""
+        """Stage a chunk's tensors, as `StagedUpdate.stage` says. Lent tensors stay where they are."""
         if self._staged is not None:
             self._staged.offer(chunk.loan)
         super().stage(chunk)
@@ -183,7 +183,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             self._room = staged.room
 
     def _list_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the model's parameters by the names of the checkpoint; none if it stores them in another form."""
+        """Return the model's parameters by checkpoint name; empty if the checkpoint stores them in another form."""
         state = unique_state(self._model, self._stored)
         parts = {name: self._stored_form.parts(name) for name in state}
         if any(len(own) > 1 or own[0].entry is not None for own in parts.values()):
@@ -192,7 +192,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         return {parts[name][0].name: named[name] for name in state if name in named}
 
     def _borrow(self, staged: StagedTensors) -> None:
-        """Have the parameters be the lent tensors; copy what the model has beside parameters."""
+        """Make the lent tensors the model's parameters; copy all other tensors."""
         for name, tensor in self._parameters.items():
             if name not in self._own:
                 tensor.copy_(staged.arrived[name])
@@ -206,7 +206,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             self._parameters = self._find_tensors()
 
     def _leave_loan(self) -> None:
-        """Give the parameters their own memory, without content, if they are lent."""
+        """Give lent parameters their own memory again, without values."""
         if self._loan is None:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -217,7 +217,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._loan = None
 
     def state(self) -> WeightState:
-        """Return the version, and checksums of the parameters that the forward pass reads; neither if they are lost."""
+        """Return the version and checksums of the parameters that the forward pass reads; neither if they are lost."""
         if self.is_lost or (self._loan is not None and self._loan.is_over):
             return WeightState(None)
         if not self._checksums:

@@ -1,8 +1,8 @@
 """The `torch` training engine: any Hugging Face causal LM in plain PyTorch, replicated over data-parallel ranks.
 
-It is the default for a laptop and the oracle that other engines are compared with: it holds the whole model on every
-rank and does nothing to it that changes a result. There is no dropout, not even in training, because a policy's
-logprobs must be the same whoever computes them.
+It is the default for a laptop and the reference that other engines are compared with: it holds the whole model on every
+rank and does nothing to the model that changes a result. It uses no dropout, not even in training, because every
+engine must compute the same logprobs of a policy.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from enginehouse_torch.replicated_weights import ReplicatedWeights
 
 NEEDS_LESS = (
     "a smaller tokens_per_microbatch",
-    "a training backend that shards the model over its processes: here each holds all of it",
+    "a training backend that shards the model over its processes, because each torch process holds the whole model",
 )
 """Advice for a rank that runs out of memory."""
 
 
 class TorchTrainEngine:
-    """`TrainEngine` on plain PyTorch (`enginehouse.engines.train`), one object a rank."""
+    """`TrainEngine` on plain PyTorch (`enginehouse.engines.train`), one object per rank."""
 
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: TorchTrainOptions, context: ProcessContext) -> None:
         """Join the ranks, load the model and give every rank rank 0's weights.
 
-        Optimizer state is allocated at first use: an engine that only computes logprobs has none.
+        Optimizer state is allocated at first use, so an engine that only computes logprobs has none.
 
         Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
@@ -93,7 +93,7 @@ class TorchTrainEngine:
     # Computing
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients, for the tokens of `loss_mask` alone if there is one; else all."""
+        """Compute `outputs` without gradients for the tokens of `loss_mask`, or for all tokens if there is no mask."""
         self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             return self._token_model.forward(batch, outputs)
@@ -108,13 +108,11 @@ class TorchTrainEngine:
         return metrics
 
     def optim_step(self) -> Metrics:
-        """Reduce gradients over the ranks and take an AdamW step, as `FlatAdamW.step` says.
-
-        Of a large model on a CPU the memory of the passes before goes back to the system.
-        """
+        """Reduce gradients over the ranks and take an AdamW step, as `FlatAdamW.step` says."""
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
             optimizer = self._get_optimizer()
+            # The memory of earlier passes goes back to the system before a large model's step.
             if self._model.device.type == "cpu" and optimizer.sums.nbytes > LITTLE_BYTES:
                 give_back_freed_memory()
             return optimizer.step()
@@ -131,11 +129,11 @@ class TorchTrainEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put state away, as `Offloading.offload` says."""
+        """Offload state, as `Offloading.offload` says."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring state back, as `Offloading.onload` says."""
+        """Load state back, as `Offloading.onload` says."""
         self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
@@ -166,7 +164,7 @@ class TorchTrainEngine:
         A rank without a random state in the checkpoint keeps its own.
 
         Raises:
-            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
+            CheckpointError: the checkpoint is missing, incomplete, damaged or of another model, or lacks a part.
         """
         checkpoint.load(path, self._train_state(what), self._ranks)
         if self._optimizer is not None:

@@ -4,9 +4,9 @@ The moves are planned from metadata (`plan_reshard`), so nothing is gathered: a 
 a replica puts whole parameters together from them, bucket by bucket. A rank and a replica that it sends to have two TCP
 connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
 
-A replica has room for two buckets. A rank sends parts of bucket k + 2 once all its replicas have taken bucket k. So all
-bytes that travel are read, and a failed update is over when its successor begins. Late bytes of an older update are
-read and dropped.
+A replica has room for two buckets. A rank sends parts of bucket k + 2 once all its replicas have taken bucket k. All
+bytes that travel are therefore read, and a failed update is over when its successor begins. Late bytes of an older
+update are read and dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PointToPointTransport:
         """Open an end of a transfer; see `WeightTransport`.
 
         Raises:
-            WeightSyncError: a training rank cannot be reached at its address, or is another run's.
+            WeightSyncError: a training rank cannot be reached at its address, or belongs to another run.
         """
         if side == "recv":
             return PointToPointReceiver(plan, index)
@@ -64,7 +64,7 @@ class PointToPointTransport:
 
 
 def plan_moves(plan: TransferPlan) -> ReshardPlan:
-    """Plan the moves of a transfer; every end finds the same."""
+    """Plan the moves of a transfer; every end computes the same plan."""
     return plan_reshard(plan.parameters, targets_of(plan), plan.senders, plan.receivers)
 
 
@@ -175,7 +175,7 @@ class Arrival:
 
     Attributes:
         begun: ranks that have begun to send it.
-        buckets: for each bucket, its tensors by name; all lie in room for `AHEAD` buckets.
+        buckets: for each bucket, its tensors by name, which all share the memory of `AHEAD` buckets.
         left: for each bucket, the number of moves that have not arrived.
     """
 
@@ -208,7 +208,7 @@ class PointToPointReceiver(Receiver):
         self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
         for number, move in self._moves.items():
             self._moves_in[bucket_of[move.parameter]].append(number)
-        self._noted: dict[int, int] = {}  # by rank: newest version that it knows was taken here
+        self._noted: dict[int, int] = {}  # by rank: newest version that the rank knows was taken here
         self._arrival: Arrival | None = None
         self._channels: dict[int, ControlChannel] = {}
         self._part_receivers: list[PartReceiver] = []
@@ -274,7 +274,7 @@ class PointToPointReceiver(Receiver):
         ]
 
     def _lay_out_bucket(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
-        """Return this replica's parts of a bucket as parameters, each one's first byte, and the bytes of all."""
+        """Return this replica's parts of a bucket as parameters, the first byte of each, and the bytes of all."""
         parts = [
             replace(self._plan.parameters[index], shape=shape_of(self._held[index]))
             for index in self._plan.buckets[bucket]
@@ -284,7 +284,7 @@ class PointToPointReceiver(Receiver):
         return parts, dict(offsets), size
 
     def _find_room(self, rank: int, heading: Heading) -> torch.Tensor | None:
-        """Return the tensor for the next bytes; None if they are of an older update."""
+        """Return the tensor for the next bytes; None if they belong to an older update."""
         move = self._moves.get(heading.move)
         if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
             raise ValueError(f"training rank {rank} sends what was not planned: {heading}")
@@ -309,7 +309,7 @@ class PointToPointReceiver(Receiver):
             with self._barrier.changed:
                 self._barrier.check_newest(version)
                 self._send_all({"version": version, "taken": bucket + 1})
-        with self._barrier.changed:  # what a sender said before it knew is known here then: no abort is missed
+        with self._barrier.changed:  # all that a sender said before its note has arrived, so no abort is missed
             self._barrier.check_newest(version)
 
             def silent() -> list[str]:

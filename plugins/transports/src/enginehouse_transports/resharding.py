@@ -38,7 +38,7 @@ class ReshardPlan:
 
     Attributes:
         moves: the moves, in the order of the parameters.
-        bytes_minimum: bytes of all targets' parts, which they must receive at least, as they share no memory.
+        bytes_minimum: bytes of all targets' parts, the least that they can receive, as they share no memory.
     """
 
     moves: tuple[Move, ...]
@@ -68,7 +68,7 @@ class ReshardPlan:
 def plan_reshard(
     sources: Sequence[ParamMeta], targets: Sequence[ParamMeta], source_ranks: int, target_ranks: int
 ) -> ReshardPlan:
-    """Plan the moves by which every target rank gets the parts of its metadata, and nothing twice.
+    """Plan moves that give every target rank each element of its parts exactly once.
 
     Args:
         sources: the parameters in the sending side's layout.

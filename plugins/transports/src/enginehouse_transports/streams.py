@@ -40,7 +40,7 @@ class PartSender:
 
     Args:
         stream: the connection.
-        barrier: parts of an update that is aborted there are not written.
+        barrier: parts of an update that is aborted in it are not written.
         ended: called if the other end is closed.
     """
 
@@ -52,7 +52,7 @@ class PartSender:
         threading.Thread(target=self._write, name="weights-part-sender", daemon=True).start()
 
     def put(self, heading: Heading, part: torch.Tensor) -> None:
-        """Queue a part, contiguous in host memory, which must not change as long as its update lasts."""
+        """Queue a part, contiguous in host memory, which must not change until its update ends."""
         self._waiting.put((heading, part))
 
     def _write(self) -> None:
@@ -80,8 +80,8 @@ class PartReceiver:
 
     Args:
         stream: the connection.
-        room: returns the tensor, contiguous or not, for the bytes behind a heading; None: they are dropped.
-        arrived: called when they have arrived.
+        room: returns the tensor, contiguous or not, for the bytes behind a heading; None: drop the bytes.
+        arrived: called when these bytes have arrived.
         ended: called once, at the connection's end.
     """
 
@@ -110,7 +110,7 @@ class PartReceiver:
         except OSError:
             pass
         except Exception:
-            log.exception("what came over a weight transport was not understood")
+            log.exception("cannot read what a weight transport received")
         finally:
             self._ended()  # before the close, which the other end sees and answers
             self.close()
@@ -135,7 +135,7 @@ class PartReceiver:
         return True
 
     def _fill(self, room: memoryview) -> bool:
-        """Read until `room` is full; return False if the other end closed before."""
+        """Read until `room` is full; return False if the other end closed first."""
         while len(room):
             count = self._stream.recv_into(room)
             if not count:

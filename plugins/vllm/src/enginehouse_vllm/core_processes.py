@@ -19,7 +19,7 @@ T = TypeVar("T")
 SHUTDOWN_SECONDS = 10.0
 """Time that vLLM's processes have to end before they are killed."""
 ENDING_SECONDS = 10.0
-"""Time that a process that is ending may take: on a busy machine it takes a while to give its memory back."""
+"""Time that an ending process may take, because a busy machine frees its memory slowly."""
 
 
 class VLLMFailed(EnginehouseError):
@@ -29,8 +29,8 @@ class VLLMFailed(EnginehouseError):
 class CoreProcesses:
     """vLLM's processes; `where` names this replica in messages.
 
-    `died` is done once the first of them has ended. vLLM may also run its engine core in another way, without a
-    process: then it reports its death itself, or not at all.
+    `died` is done once the first process has ended. If vLLM runs its engine core without a process, vLLM itself reports
+    its death, or nobody does.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], where: str):
@@ -55,11 +55,11 @@ class CoreProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that run."""
+        """Ids of the processes that still run."""
         return [process.pid for process in self._processes if process.pid is not None and process.is_alive()]
 
     def are_alive(self) -> bool:
-        """Return True while all run. One that ends closes its files, which sets `died`, before it can be asked."""
+        """Return True while all processes run. An ending process first closes its files, which sets `died`."""
         return not self.died.done() and all(process.is_alive() for process in self._processes)
 
     async def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
@@ -78,7 +78,7 @@ class CoreProcesses:
             return task.result()
         except EngineDeadError as error:
             raise VLLMFailed(self.describe_death()) from error
-        except Exception as error:  # a call that meets a process which is just ending raises something else
+        except Exception as error:  # a call to a process that is just ending raises other errors
             if self.are_alive():
                 raise
             raise VLLMFailed(self.describe_death()) from error
@@ -99,7 +99,7 @@ class CoreProcesses:
         return f"{self._where}: vllm's engine core has died{causes}: {last_words() or 'its log may say why'}"
 
     def end(self) -> None:
-        """Wait for all to end, and kill those that do not."""
+        """Wait for all processes to end, and kill those that do not."""
         for process in self._processes:
             process.join(SHUTDOWN_SECONDS)
             if process.is_alive():

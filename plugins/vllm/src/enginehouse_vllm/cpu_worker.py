@@ -1,6 +1,6 @@
 """A worker of vLLM for CPUs that can sleep, which vLLM's own cannot.
 
-vLLM makes it by its name (`worker_cls`), and decides when it sleeps and wakes as on a GPU.
+vLLM creates it by name (`worker_cls`), and has it sleep and wake as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enginehouse_vllm.reload_repairs import forget_packed_linears
 
 
 class SleepingCPUWorker(CPUWorker):
-    """Gives memory up in place: tensors keep their addresses, and pages come back when they are written to."""
+    """Gives up memory in place: tensors keep their addresses, and pages come back when they are written to."""
 
     def sleep(self, level: int = 1) -> None:
         """Give up weights and caches at every level, because a CPU has no other memory to keep weights in."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Application = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 
 API = "/v1"
-"""The paths of vLLM's application that are served; no key guards its others, some of which scale or pause it."""
+"""Prefix of the served paths. No key guards vLLM's other paths, some of which scale or pause it."""
 
 GRACE_SECONDS = 1
 """Seconds that a request may continue once the server is told to end."""
@@ -47,7 +47,7 @@ class OpenAIServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, llm: AsyncLLMEngine, arguments: AsyncEngineArgs, check: Callable[[], object]) -> None:
-        """Answer clients; if `check` raises an `EnginehouseError`, with its message."""
+        """Answer clients. While `check` raises an `EnginehouseError`, its message is the answer."""
         import uvicorn
         from vllm.entrypoints.launchers.api_server.entry import build_app, init_app_state
         from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -55,7 +55,7 @@ class OpenAIServer:
         class Server(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
-                yield  # signals are the worker's
+                yield  # the worker handles signals
 
         settings = Namespace(**{**vars(arguments), **vars(FrontendArgs())})
         if isinstance(settings.served_model_name, str):

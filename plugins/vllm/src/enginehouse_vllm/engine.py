@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request without a result yet; `id` is perhaps not unique, and vLLM may not know yet of one that is aborted."""
+    """A request without a result yet. Its `id` need not be unique, and vLLM may not know an aborted request yet."""
 
     id: str
     samples: int
@@ -49,7 +49,7 @@ class VLLMRollout:
     * Requests are batched continuously: one that arrives while others run joins them.
     * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
       the new weights.
-    * The same seed gives the same tokens "whatever runs beside" up to rounding, as in every batching engine.
+    * The same seed gives the same tokens whatever else runs, up to rounding, as in every batching engine.
     * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into those
       of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
       `truncated_logprobs`.
@@ -136,7 +136,7 @@ class VLLMRollout:
         return await self._core.wait_for(call)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; cancelling the call ends the request."""
+        """Generate the completions of a request. Cancelling the call aborts the request."""
         llm = self._get_awake_engine()
         self._translator.check(request, llm)
         name = f"{request.id}/{next(self._serial)}"
@@ -145,7 +145,7 @@ class VLLMRollout:
         try:
             output = await self._run(llm, name, list(request.prompt_ids), sampling)
         except BaseException:
-            if sampling.extra_args:  # its notes, which nobody else will ask for
+            if sampling.extra_args:  # drop the request's notes, which nobody else collects
                 self._last_calls.add(call := asyncio.ensure_future(_take_kept(llm, name)))
                 call.add_done_callback(self._last_calls.discard)
             raise
@@ -204,7 +204,7 @@ class VLLMRollout:
         self._paused, self._held = False, None
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Free memory; clients of the endpoint get what they have and, until everything is awake, a 503."""
+        """Free memory. Clients of the endpoint get what is generated so far, and a 503 until everything is awake."""
         llm, asleep = self.native, self._asleep | sleeping(tags)
         if self._running:
             raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are in progress")
@@ -215,7 +215,7 @@ class VLLMRollout:
         try:
             if "weights" in parts:
                 self._weights.forget()
-                await self._wait_for(llm.sleep(level=2))  # which aborts the requests of clients
+                await self._wait_for(llm.sleep(level=2))  # it aborts the requests of clients
             elif parts:
                 await self._wait_for(llm.pause_generation(mode="abort"))
                 await self._wait_for(llm.release_kv_cache_memory())
@@ -232,7 +232,7 @@ class VLLMRollout:
         self._asleep = asleep
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Be ready to stage a version; an update that was started and not finished is thrown away."""
+        """Prepare to stage a version. Discard an update that was started and not finished."""
         _ = self.native
         check_weights_awake(self._asleep)
         await asyncio.to_thread(self._weights.start, update)
@@ -301,7 +301,7 @@ async def _take_kept(llm: AsyncLLMEngine, name: str) -> list[Any]:
 
 
 def _explain(error: VLLMFailed, model: ModelSpec) -> str:
-    """Return why vLLM cannot generate, if its log does not tell."""
+    """Return why vLLM cannot generate, if its log does not say."""
     if "SIGILL" not in str(error):
         return str(error)
     return (
@@ -311,5 +311,5 @@ def _explain(error: VLLMFailed, model: ModelSpec) -> str:
 
 
 def _asleep_in_vllm(asleep: Set[str]) -> frozenset[str]:
-    """Return the parts that sleep in vLLM, whose weights cannot sleep without its cache."""
+    """Return the parts that vLLM puts to sleep: its weights cannot sleep without its cache."""
     return frozenset({"weights", "kv_cache"} if "weights" in asleep else asleep)

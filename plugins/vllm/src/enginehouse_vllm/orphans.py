@@ -1,4 +1,4 @@
-"""Ends vLLM's processes with the process that started them; vLLM loads it there as a general plugin.
+"""Ends vLLM's processes when the process that started them ends. vLLM loads it there as a general plugin.
 
 vLLM ends its own processes when it is shut down. If the parent is killed, they would stay, with all their memory and
 the shared memory by which they talk to each other.
@@ -45,7 +45,7 @@ def _follow() -> None:
         return
     parent.join()
     with suppress(psutil.Error):
-        # Children too, which may be ended before they get to it.
+        # Children too, because they may be killed before they clean up.
         for pid in (os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))):
             for path in find_named_memory(pid):
                 with suppress(OSError):  # another process of the replica was first
@@ -58,7 +58,7 @@ def _follow() -> None:
 def find_named_memory(pid: int) -> list[Path]:
     """Return the shared memory of multiprocessing or vLLM that a process has mapped and that still has its name.
 
-    Names are random and only a replica's own processes learn them, so nobody uses it once the replica is dead.
+    Names are random and only a replica's own processes learn them, so nobody uses the memory of a dead replica.
     Removing a name takes nothing from a process that has it mapped.
     """
     try:

@@ -1,7 +1,7 @@
-"""Repairs what vLLM's reload of weights silently gets wrong. The only module that knows vLLM's internals of it.
+"""Repairs errors that vLLM's reload of weights makes silently. Only this module knows vLLM's internals of the reload.
 
-For vLLM 0.32. Each function names the line that it stands in for and what will make it superfluous; the tests it names
-fail without it, and pass once a later vLLM no longer needs it.
+For vLLM 0.32. Each function names the code that it stands in for and what will make it superfluous. The tests that it
+names fail without it, and pass once a later vLLM no longer needs it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _without_weights(*_args: object) -> torch.Tensor:
 def repack_tied(shared: Shared, loaded: set[int]) -> None:
     """Let the modules that share a parameter with a loaded module pack it again.
 
-    Stands in for the branch "No weights were loaded" of `finalize_layerwise_processing` (`reload/layerwise.py`), which
-    puts a tied head's parameter back, where the new values are, and leaves what was packed from the old ones for CPU
+    Stands in for the branch "No weights were loaded" of `finalize_layerwise_processing` (`reload/layerwise.py`). It
+    restores a tied head's parameter, which has the new values, but keeps what was packed from the old values for CPU
     kernels. Superfluous once that branch packs tied modules. Test: tied heads, `test_weights_models.py`.
 
     Args:

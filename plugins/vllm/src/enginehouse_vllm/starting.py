@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
 TAKING_TURNS: Mapping[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE_IN_TURNS}
-"""Arguments on a GPU on which roles take turns. vLLM starts only if this part of it is free; the rest is for what the
-others cannot give up: contexts of CUDA, buffers of NCCL."""
+"""Arguments on a GPU that roles use in turns. vLLM starts only if this part of its memory is free. The rest is for what
+other roles cannot give up: contexts of CUDA, buffers of NCCL."""
 
 TRUNCATION = "enginehouse_vllm.truncation"
 """Module that vLLM loads in its own processes, by this name."""
@@ -29,7 +29,7 @@ CPU_WORKER = "enginehouse_vllm.cpu_worker.SleepingCPUWorker"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where the worker's own lines are, which errors quote
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # the worker's own log, which errors quote
     "HF_HUB_OFFLINE": "1",  # models are directories
     "PYTHONSAFEPATH": "1",  # it inspects a model by `python -m`, which imports from the current directory first
 }
@@ -42,12 +42,12 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     # vLLM binds each engine to cores of its own choice: two engines on a machine would choose the same.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # What is noted for logprobs under top-k and top-p has no place in Model Runner V2 (`truncation.py`).
+    # Model Runner V2 has no place for the notes that logprobs under top-k and top-p need (`truncation.py`).
     V2_RUNNER: "0",
     # Threads of several processes on the same cores wait for each other at every barrier: 2 to 20 times slower.
     "OMP_NUM_THREADS": "1",
 }
-"""Further arguments on a CPU."""
+"""Further variables on a CPU."""
 
 
 def set_environment(device: str) -> None:
@@ -91,7 +91,7 @@ def engine_arguments(path: str, model: ModelSpec, options: VLLMOptions, context:
     if context.device == "cpu":
         arguments["worker_cls"] = CPU_WORKER
         arguments["enforce_eager"] = True
-        # A seeded request whose prompt is taken in parts ends vLLM's engine: torch's CPU generators cannot go back.
+        # torch's CPU generators cannot go back, so a seeded request with a chunked prompt ends vLLM's engine.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_MIB << 20
     elif context.takes_turns:
@@ -120,9 +120,9 @@ def start_engine(
         return AsyncLLMEngine.from_engine_args(engine_args, stat_loggers=[stat_logger]), engine_args
     except Exception as error:
         reason = ""
-        if "ngine core" in str(error):  # it died, and knows better
+        if "ngine core" in str(error):  # it died, and its log has the reason
             reason = last_words()
-        elif "check the logs" in str(error):  # of a model's class that cannot be imported
+        elif "check the logs" in str(error):  # a model's class cannot be imported
             reason = last_words(process=HERE)
         raise ModelError(
             f"{where}: vllm cannot serve {model.path!r}: {reason or f'{type(error).__name__}: {error}'}"

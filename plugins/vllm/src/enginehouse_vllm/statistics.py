@@ -24,7 +24,7 @@ class Statistics:
         }
 
     def take(self, scheduler: Any) -> None:
-        """Take vLLM's `SchedulerStats` of a step, in which perhaps nothing was computed."""
+        """Take vLLM's `SchedulerStats` of a step, which may have computed nothing."""
         self.running = scheduler.num_running_reqs
         self._kv_cache_usage = scheduler.kv_cache_usage
         self._queried += scheduler.prefix_cache_stats.queries

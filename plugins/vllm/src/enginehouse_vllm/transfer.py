@@ -1,7 +1,7 @@
 """vLLM's end of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
 
 It reads a version from memory that the parent process names (`weight_updates.py`), or from a directory. On a GPU vLLM's
-own `ipc` and `nccl` engines would be quicker; this one works wherever the two processes share a host.
+own `ipc` and `nccl` engines would be quicker; this engine works wherever the two processes share a host.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class MemoryUpdate(WeightTransferUpdateInfo):
 class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     """Loads a version as vLLM loads a checkpoint, layer by layer, into the tensors its kernels read.
 
-    No step raises; its outcome is in the reports. So every rank follows vLLM's own order (start, update, finish).
-    A finish after a failed step leaves the model as the failure left it.
+    No step raises: its outcome goes to the reports, so that every rank runs through vLLM's order (start, update,
+    finish). A finish after a failed step leaves the model as the failure left it.
     """
 
     init_info_cls = MemoryInit

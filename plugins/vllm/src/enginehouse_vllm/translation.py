@@ -46,7 +46,7 @@ class RequestTranslator:
         self.ends = end_ids(generation.get("eos_token_id"), getattr(text, "eos_token_id", None))
 
     def check(self, request: GenerateRequest, llm: AsyncLLMEngine) -> None:
-        """Raise `EnginehouseError` for a request that cannot be served as it stands."""
+        """Raise `EnginehouseError` for a request that vLLM cannot serve."""
         check_request(request, self.vocabulary, self.max_model_tokens)
         sampling = request.sampling
         if sampling.max_tokens == 0 and len(request.prompt_ids) == self.max_model_tokens:
@@ -63,8 +63,8 @@ class RequestTranslator:
             )
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise EnginehouseError(
-                f"request {request.id!r} has temperature {sampling.temperature:g}, and vllm draws at no lower one than "
-                f"{LOWEST_TEMPERATURE:g}. Use that or more, or 0 for greedy."
+                f"request {request.id!r} has temperature {sampling.temperature:g}, but vllm samples at no lower "
+                f"temperature than {LOWEST_TEMPERATURE:g}. Use that or more, or 0 for greedy."
             )
         if sampling.stop and llm.tokenizer is None:
             raise ModelError(f"stop strings need a tokenizer, and there is none in {self.spec.path!r}")
@@ -84,7 +84,7 @@ class RequestTranslator:
             extra = {MARK: name}
             seed = secrets.randbits(62) if seed is None else seed  # the notes of a sample are found by its seed
         return VLLMSamplingParams(
-            n=sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses to draw one and the same again
+            n=sampling.n if sampling.temperature > 0 else 1,  # vLLM rejects several greedy samples
             max_tokens=max(sampling.max_tokens, 1),  # vLLM cannot score a prompt alone; the token is dropped
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -140,8 +140,7 @@ def add_kept_probability(result: GenerateResult, kept: Mapping[str, Sequence[flo
 
 
 def _first_of_each(logprobs: Any) -> list[float]:
-    """Return the token's own logprob at each position that has one; vLLM puts it before the logprobs of other
-    tokens."""
+    """Return the token's own logprob at each position that has one; vLLM lists it before those of other tokens."""
     if logprobs is None:
         return []
     values = logprobs.logprobs

@@ -31,7 +31,7 @@ class VLLMWeights(StagedWeights):
         await self.serve(version, lambda staged: self._switch(llm, staged))
 
     async def _switch(self, llm: AsyncLLMEngine, staged: Version) -> None:
-        """Load a version or, if that fails, load the one that was served again."""
+        """Load a version. If that fails, load the served version again."""
         await self._start(llm)
         try:
             await self._step(llm, "check", staged.source())
@@ -103,8 +103,8 @@ class VLLMWeights(StagedWeights):
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """Return the version that vLLM says it serves, or None if the weights are lost.
 
-        There are no checksums, because vLLM fuses and packs parameters. Instead each of vLLM's processes checks that it
-        reads every parameter as it was sent, before it loads one, and that they fill every parameter of its model.
+        There are no checksums, because vLLM fuses and packs parameters. Instead each of vLLM's processes checks, before
+        it loads any, that it reads every parameter as it was sent, and that all parameters of its model are filled.
         """
         async with self.switching:
             return WeightState(None) if self.is_lost else WeightState(int(await llm.get_weight_version()))

@@ -1,4 +1,4 @@
-"""Lets SGLang 0.5.21 to 0.5.23 run on a CPU. Nothing here is done on a GPU.
+"""Lets SGLang 0.5.21 to 0.5.23 run on a CPU. A GPU uses nothing of this package.
 
 SGLang imports packages for GPUs everywhere, and calls them where there is a GPU. Their stand-ins can be imported, and
 raise `NotOnCPU` when they are called. Only processes of `enginehouse_sglang.serve` have them, and only for packages
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from enginehouse.runtimes import detect_variant
 
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
-"""SGLang's own switch: it takes this machine for a CPU where it is 1. Processes that SGLang starts inherit it."""
+"""SGLang's own switch: with 1 it takes this machine for a CPU. Processes that SGLang starts inherit it."""
 
 VARIABLES = {
     CPU_ENGINE: "1",

@@ -19,7 +19,7 @@ PACKAGES = ("triton", "sgl_kernel")
 """Packages that have a stand-in: the module of this folder that has their name."""
 
 ABSENT = ("triton.knobs",)
-"""Their modules without a stand-in: SGLang does without them (`srt/utils/triton_load_watch.py:46`)."""
+"""Modules of these packages without a stand-in, which SGLang can do without (`srt/utils/triton_load_watch.py:46`)."""
 
 
 class StandIn:

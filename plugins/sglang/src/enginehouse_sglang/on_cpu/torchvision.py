@@ -1,7 +1,7 @@
 """Lets torchvision be imported with a torch for CPUs.
 
-The operators of its wheel on the package index do not load then, because they are linked with CUDA. The import goes on
-until it describes them to the compiler ("operator torchvision::nms does not exist"). SGLang and transformers import
+The operators of its wheel on the package index do not load then, because they are linked with CUDA. The import fails
+where it describes them to the compiler ("operator torchvision::nms does not exist"). SGLang and transformers import
 torchvision for images (`sglang/srt/configs/deepseek_ocr.py:7`).
 """
 

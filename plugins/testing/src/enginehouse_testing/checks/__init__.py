@@ -1,4 +1,4 @@
-"""All checks, by the kind of record that they are made for."""
+"""All checks, by kind of record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enginehouse_testing.check import Check
 
 
 def checks_of(kind: str) -> Sequence[Check]:
-    """Return the checks of a kind of record (`"train"`, `"rollout"`, `"transport"`), in the order they run in.
+    """Return the checks of a kind of record (`"train"`, `"rollout"`, `"transport"`), in the order in which they run.
 
     Only this kind's modules are imported, because acts also run in environments that lack what other kinds import.
     """

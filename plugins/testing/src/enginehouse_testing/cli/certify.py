@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from enginehouse_testing.model_under_test import ModelUnderTest
 
 ARROW = " -> "
-"""Stands between the names of two layouts if a checkpoint went from one to the other."""
+"""Text between the names of two layouts if a checkpoint went from one to the other."""
 COLOURS = {"warning": "yellow", "failed": "red"}
-"""Colours of the outcomes that are shown in full, the worse last."""
+"""Colours of the outcomes that are shown in full, the worst last."""
 
 
 def _verify(context: click.Context, option: click.Parameter, path: str | None) -> None:
-    """Say whether a certificate passed and is of what is installed, and exit."""
+    """Say whether a certificate passed and matches the installed software, and exit."""
     from enginehouse_testing.verifying import differences, read_certificate
 
     if path is None:
@@ -150,7 +150,7 @@ def _find_records(
     """Return the records of a name, of every kind that has the chosen layouts and checks.
 
     Raises:
-        UserError: there is nothing of that name, or no such layout or check.
+        UserError: nothing has the name, or a layout or check does not exist.
     """
     from enginehouse.plugin import KINDS as RECORDS
     from enginehouse.plugin import PluginLookupError, plugins
@@ -165,7 +165,7 @@ def _find_records(
     if not kinds:
         names = {record.name for candidate in all_kinds for record in manager.all(candidate)}
         try:
-            manager.get("train", name)  # it may be of a plugin that could not be loaded
+            manager.get("train", name)  # the name may belong to a plugin that could not be loaded
         except PluginLookupError as error:
             if error.reason != "unknown":
                 raise
@@ -186,7 +186,7 @@ def _read_given(arguments: str | None, columns: Sequence[str], examples: str | N
     """Read the arguments and data of the command line.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: the arguments or data cannot be read.
     """
     import yaml
 
@@ -237,7 +237,7 @@ def _list(name: str | None, kind: str | None) -> None:
 
 
 def _say_unwritten(record: Record) -> bool:
-    """Name the methods that are yet to be written, and return whether there are any."""
+    """Name the methods that are yet to be written; return True if there are any."""
     from enginehouse_testing.unwritten import unwritten
 
     missing = unwritten(record)
@@ -248,14 +248,14 @@ def _say_unwritten(record: Record) -> bool:
 
 
 def _choose_quick(record: Record, layouts: Sequence[str] | None) -> dict[str, Sequence[str]]:
-    """Return one layout, unless others are chosen, and the checks that find most."""
+    """Return the first layout, unless layouts are chosen, and the checks that find most mistakes."""
     from enginehouse_testing.running import QUICK, layouts_of
 
     return {"layouts": layouts or [layouts_of(record)[0].name], "checks": QUICK[record.kind]}
 
 
 def _certify_all(records: Sequence[Record], directory: Path, quick: bool, how: Mapping[str, Any]) -> bool:
-    """Run the suites of records, several into a folder each; return True if all has run and nothing failed."""
+    """Run the suites of records, each of several in its own folder; return True if all ran and none failed."""
     clean = True
     for record in records:
         if not how["checks"] and _say_unwritten(record):
@@ -270,13 +270,9 @@ def _certify_all(records: Sequence[Record], directory: Path, quick: bool, how: M
 
 
 def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
-    """Run a suite and show its results; the certificate is written after each case.
+    """Run a suite and show its results; `how` are arguments of `enginehouse_testing.running.certify`.
 
-    Args:
-        how: keyword arguments of `enginehouse_testing.running.certify`.
-
-    Returns:
-        True if everything chosen has run, and nothing failed.
+    The certificate is written after each case. Return True if everything chosen has run and nothing failed.
     """
     from rich.console import Console
 

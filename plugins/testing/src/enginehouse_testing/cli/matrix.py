@@ -1,4 +1,4 @@
-"""`enginehouse matrix`: makes the compatibility page from certificates and short real runs."""
+"""`enginehouse matrix`: writes the compatibility page from certificates and short real runs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def matrix(
 
 
 def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, command: str) -> MatrixFindings:
-    """Return what a page has found; the command that makes it is that of the rows of the tiny model."""
+    """Return the findings of a page. The rows of the tiny model say which command makes the page."""
     from enginehouse_testing.matrix.findings import earlier_findings
 
     findings = earlier_findings(page)
@@ -124,7 +124,7 @@ def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, comman
 
 
 def _say_written(page: Path, parts: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
-    """Name the page, and write the badge of a plugin's parts, if any, by their certificates of the tiny models."""
+    """Name the page. If a plugin's `parts` were certified with the tiny models, write their badge."""
     from enginehouse_testing.matrix.badge import write_badge
 
     click.echo(f"written: {page}")
@@ -152,11 +152,7 @@ def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination]
 
 
 class _Progress:
-    """Shows a bar on a terminal, and a line for each finding. Implements `Onlooker`.
-
-    Args:
-        of: number of findings.
-    """
+    """Shows a bar on a terminal, and a line for each of `of` findings. Implements `Onlooker`."""
 
     def __init__(self, of: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

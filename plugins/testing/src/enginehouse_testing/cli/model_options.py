@@ -1,4 +1,4 @@
-"""The options of commands that take another model than the tiny ones."""
+"""Options of commands that can take another model than the tiny ones."""
 
 from __future__ import annotations
 

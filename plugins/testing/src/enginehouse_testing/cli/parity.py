@@ -79,9 +79,9 @@ def parity(
         changes = (
             *overrides,
             *(f"{key}={value}" for key, value in chosen.items() if value),
-            f"run.directory={empty}",  # the directory of CONFIG may hold the run whose model is compared
+            f"run.directory={empty}",  # the directory in CONFIG may hold the run whose model is compared
             "algorithm.kl.coefficient=0",  # no reference model
-            "weights.effect_check_every=0",  # it would stop at the first difference: the comparison here tells more
+            "weights.effect_check_every=0",  # it would stop at the first difference; this comparison shows more
         )
         planned = plan(load_config(config, changes, Config), config_path=config)
         if directory:
@@ -101,7 +101,7 @@ def _make(directory: str) -> None:
 
 
 def _compare(planned: Plan, prompts: int, tolerance: float | None, model: str, console: Console) -> ParityReport:
-    """Compare the engines of a plan. A worker's error is raised as the user's mistake if it comes from one."""
+    """Compare the engines of a plan. A worker's error becomes the user's mistake if a user's mistake caused it."""
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.controller.errors import unwrap_user_error
 

@@ -1,4 +1,4 @@
-"""`enginehouse plugins doctor`: checks that plugins can do what they declare, and shows what would be chosen here."""
+"""`enginehouse plugins doctor`: checks that plugins can do what they declare, and shows what a run would choose."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from enginehouse_testing.doctor.trial import Candidate, Examined, examine, sourc
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 STACK = ("Timeout (", "Fatal Python error")
-"""Words that faulthandler writes before a stack."""
+"""Words that begin a stack written by faulthandler."""
 
 PLACEMENTS = {
     "in one process": Placement(colocated=True),
@@ -46,11 +46,11 @@ PLACEMENTS = {
     "on several hosts": Placement(colocated=False, hosts=2),
     "on several hosts, with several training processes": Placement(colocated=False, hosts=2, training_ranks=2),
 }
-"""Placements of actor and rollout that the choice of a weight transport depends on."""
+"""Placements of actor and rollout on which the choice of a weight transport depends."""
 
 
 Begins = Callable[[str, int, int], None]
-"""Is called before each examination with its subject, its number, and the number of plugins."""
+"""Called before each examination, with its subject, its number, and the number of plugins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Finding:
     """Something that is wrong with a plugin.
 
     Attributes:
-        severity: `"wrong"`, or `"note"` for what works but costs time or lines on the terminal.
+        severity: `"wrong"`, or `"note"` for something that works but costs time or prints lines on the terminal.
         where: file and line, as far as they are known.
         cure: the command that helps.
     """
@@ -76,7 +76,7 @@ class RuntimeReadiness:
     Attributes:
         name: `"current"`, or the name of a runtime.
         state: `"ok"`, `"requirements missing"`, or the runtime's state: `"stale"`, `"broken"`...
-        problem: the reason for which it cannot be used.
+        problem: the reason why the environment cannot be used.
         cure: the command that helps.
     """
 
@@ -109,12 +109,12 @@ class RecordReport:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Effects of loading a plugin.
+    """Side effects of loading a plugin.
 
     Attributes:
-        printed: text that it printed.
-        threads: names of the threads that it started.
-        variables: names of the environment variables that it changed.
+        printed: text that the plugin printed.
+        threads: names of the threads that the plugin started.
+        variables: names of the environment variables that the plugin changed.
     """
 
     seconds: float
@@ -129,8 +129,8 @@ class PluginReport:
 
     Attributes:
         state: state as in `enginehouse plugins list`.
-        protocol: the contract version that it is written for.
-        loading: effects of loading it; None if the loading did not end, or was not tried.
+        protocol: the contract version that the plugin is written for.
+        loading: side effects of loading the plugin; None if it was not loaded, or loading did not end.
     """
 
     name: str
@@ -146,7 +146,7 @@ class PluginReport:
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """The weight transport that a training and a rollout backend would get at a placement."""
+    """The weight transport that a training and a rollout backend would get at one placement."""
 
     train: str
     rollout: str
@@ -159,8 +159,8 @@ class ExaminationReport:
     """The result of an examination.
 
     Attributes:
-        device: torch device type that a run would use here.
-        findings: findings that belong to no single plugin.
+        device: torch device type of a run here.
+        findings: findings that do not belong to a single plugin.
     """
 
     device: Chosen
@@ -177,14 +177,14 @@ class ExaminationReport:
 
 
 def examine_plugins(name: str | None, begins: Begins) -> ExaminationReport:
-    """Examine the plugins that a name stands for.
+    """Examine the plugins that a name refers to.
 
     Args:
         name: name of a plugin, a distribution, or a record of a plugin; None: all installed plugins.
-        begins: function that is called before each examination.
+        begins: called before each examination.
 
     Raises:
-        PluginLookupError: nothing has the name.
+        PluginLookupError: nothing has this name.
     """
     candidates = find_installed() if name is None else _find_candidates(name)
     switches = read_switches()
@@ -209,7 +209,7 @@ def examine_plugins(name: str | None, begins: Begins) -> ExaminationReport:
 
 
 def _load_harmless(examinations: Sequence[tuple[Candidate, Examined | None]]) -> PluginManager:
-    """Load all plugins but those that could not be loaded in their own process, which get the state found there."""
+    """Load all plugins, except those that failed in their own process. These get the state found there."""
     bad = {
         candidate[0].name: examined
         for candidate, examined in examinations
@@ -226,7 +226,7 @@ def _load_harmless(examinations: Sequence[tuple[Candidate, Examined | None]]) ->
 
 
 def _find_candidates(name: str) -> list[Candidate]:
-    """Return the installed plugins that a name stands for. None is imported if it is the name of a plugin."""
+    """Return the installed plugins that a name refers to. None is imported if the name is a plugin's."""
     candidates = find_installed()
     if named := [candidate for candidate in candidates if candidate[0].answers_to(name)]:
         return named
@@ -253,9 +253,9 @@ class _Examination:
 
     Attributes:
         manager: has all plugins loaded.
-        plugin: the plugin as the manager has it.
+        plugin: the plugin in the manager's form.
         candidate: the plugin and its entry point.
-        examined: the result of the other process; None if the plugin is blocked, or no process could be started.
+        examined: result of the other process; None if the plugin is blocked, or no process could be started.
         device: torch device type of a run here.
     """
 
@@ -286,18 +286,18 @@ class _Examination:
 
     @property
     def blocking(self) -> str:
-        """The command that keeps the plugin out."""
+        """Command that blocks the plugin."""
         name, names = self.plugin.name, [plugin.name for plugin in self.manager.plugins]
         return f"export {BLOCKED}={name if names.count(name) == 1 else self.plugin.distribution}"
 
     @property
     def upgrading(self) -> str:
-        """The command that brings a newer plugin, if there is one."""
+        """Command that installs a newer version of the plugin, if there is one."""
         return f"pip install --upgrade {self.plugin.distribution}"
 
     @property
     def file(self) -> str:
-        """The file of the plugin's module, or the first of its outermost package."""
+        """File of the plugin's module, or the first file of its outermost package."""
         files = sources(self.candidate[1].module)
         module_files = [
             file for file in files if ".".join(file.with_suffix("").parts).endswith(self.candidate[1].module)
@@ -331,7 +331,7 @@ class _Examination:
         return Loading(loaded["seconds"], printed, tuple(loaded["threads"]), tuple(loaded["variables"]))
 
     def _notes(self, loaded: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what the plugin does when it is loaded, and should not."""
+        """Yield side effects that the plugin should not have while it is loaded."""
         if loaded.get("note"):
             yield loaded["note"]
         if loading := self._loading():
@@ -347,7 +347,7 @@ class _Examination:
                 yield f"{kind} {name!r}: importing its options brings {', '.join(heavy)}: every `plan` waits for that"
 
     def _check_distribution(self) -> Iterator[Finding]:
-        """Yield the distribution's requirements that are not installed, which pip would have brought."""
+        """Yield requirements of the distribution that are not installed, although pip would have installed them."""
         try:
             required = metadata.requires(self.plugin.distribution) or []
             missing = list(find_missing(required))
@@ -358,7 +358,7 @@ class _Examination:
             yield Finding(what=f"{self.plugin} {requirement}", where=self.file, cure=cure)
 
     def _check_imports(self) -> Iterator[Finding]:
-        """Yield imports from enginehouse that the contract lacks, and from distributions that are not required."""
+        """Yield imports that the contract lacks, and imports from distributions that the plugin does not require."""
         if imports.is_own(self.plugin):
             return
         module = self.candidate[1].module
@@ -376,7 +376,7 @@ class _Examination:
     def _faults(
         self, examined: Examined, is_examined: Callable[[tuple[str, str]], bool], runtime: str = ""
     ) -> Iterator[Finding]:
-        """Yield the mistakes that the other process found in the code that the records name."""
+        """Yield the mistakes that the other process found in code named by the records."""
         inside = f"in runtime {runtime}: " if runtime else ""
         names = [(kind, name) for kind, name in examined.loaded.get("records", ())]
         for record, answer in zip(names, examined.answers):
@@ -391,7 +391,7 @@ class _Examination:
             )
 
     def _report_record(self, record: Any, findings: list[Finding], begins: Callable[[str], None]) -> RecordReport:
-        """Return a record's report, and add what is wrong with it to the findings."""
+        """Return a record's report, and add the record's mistakes to the findings."""
         capabilities = tuple(sorted(getattr(record, "capabilities", ())))
         if not isinstance(record, Backend):
             if missing := self.manager.missing(record):
@@ -431,7 +431,7 @@ class _Examination:
                 yield RuntimeReadiness(runtime.name, state.word, state.problem, state.cure)
 
     def _check_unusable(self, record: Backend, here: RuntimeReadiness, chosen: Chosen) -> Iterator[Finding]:
-        """Yield the reason for which a backend can run nowhere."""
+        """Yield the reason why a backend can run nowhere."""
         what = f"{record.kind} {record.name!r}"
         if self.device not in record.devices:
             yield Finding(severity="note", what=f"{what}: {chosen.why}")
@@ -444,7 +444,7 @@ class _Examination:
     def _check_in_runtime(
         self, record: Backend, interpreter: Interpreter, begins: Callable[[str], None]
     ) -> Iterator[Finding]:
-        """Yield the mistakes of a backend's engine in the runtime that it would run in."""
+        """Yield the mistakes of a backend's engine in the runtime that a run would use."""
         begins(f"{self.plugin.name} in {interpreter.name}")
         examined = examine(self.candidate, interpreter.python, interpreter.env)
         if examined is None:
@@ -457,7 +457,7 @@ class _Examination:
         yield from self._faults(examined, lambda named: named == (record.kind, record.name), interpreter.name)
 
     def _check_names(self) -> Iterator[Finding]:
-        """Yield names that another distribution offers, too."""
+        """Yield the plugin's names that another distribution offers too."""
         for record in self.plugin.records:
             providers = self.manager.providers(record.kind, record.name)
             if len(providers) > 1:
@@ -477,7 +477,7 @@ class _Examination:
 
         Args:
             stack: a stack as Python writes it, innermost last, or as faulthandler does, innermost first.
-            own: return no frame of other files.
+            own: True to return no frame of other files.
         """
         frames = FRAME.findall(stack)
         if not stack.startswith(STACK):
@@ -503,7 +503,7 @@ def _stack_of(output: str) -> str:
 
 
 def _choose_interpreter(record: Backend, device: str) -> tuple[Interpreter | None, Chosen]:
-    """Return the interpreter that `engine.runtime=auto` chooses for a backend here, or None."""
+    """Return the interpreter that `engine.runtime=auto` chooses for a backend here, or None, and the choice."""
     if device not in record.devices:
         return None, Chosen("", f"it runs on {' and '.join(record.devices)}, and a run here would be on {device}")
     try:

@@ -1,4 +1,4 @@
-"""Compares a plugin's imports with the contract and with its requirements. The plugin's source is read."""
+"""Compares a plugin's imports with the contract and with its requirements, by reading the plugin's source."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ class Import:
     """An import in a plugin's file.
 
     Attributes:
-        module: the imported module, or the module imported from.
+        module: the imported module, or the module of the imported name.
         name: the name imported from the module; empty if the module itself is imported.
         where: file and line.
     """
@@ -50,13 +50,13 @@ def imports_of(files: Iterable[Path]) -> Iterator[Import]:
 
 @functools.cache
 def promised() -> Mapping[str, frozenset[str]]:
-    """Return the names of the contract by module. `make contract` writes them."""
+    """Return the names of the contract by module, as `make contract` wrote them."""
     text = resources.files("enginehouse.plugin").joinpath("promised.json").read_text(encoding="utf-8")
     return {module: frozenset(names) for module, names in json.loads(text).items()}
 
 
 def off_contract(imported: Import) -> tuple[bool, str]:
-    """Return whether an import fails, and a description of what is wrong; empty if the contract has the name."""
+    """Return whether an import fails, and a description of the mistake; empty if the contract has the name."""
     tops = {module.partition(".")[0] for module in promised()}
     module, name = imported.module, imported.name
     address = f"{module}.{name}".rstrip(".")
@@ -81,7 +81,7 @@ def _with_parents(module: str) -> Iterator[str]:
 
 
 def _exists(imported: Import) -> bool:
-    """Return whether the imported module or name exists, as far as reading can tell."""
+    """Return True if the imported module or name exists, as far as reading can tell."""
     module, name = imported.module, imported.name
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         if importlib.util.find_spec(f"{module}.{name}".rstrip(".")) is not None:
@@ -96,7 +96,7 @@ def _exists(imported: Import) -> bool:
 
 
 def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Iterator[tuple[Import, str]]:
-    """Yield the first import from each installed distribution that the plugin's does not require, with its name."""
+    """Yield the first import from each installed distribution that the plugin does not require, with its name."""
     owners = {name: list(names) for name, names in metadata.packages_distributions().items()}
     for entry_point in find_entry_points():  # those of a checkout have no files that tell
         if entry_point.dist is not None:
@@ -111,7 +111,7 @@ def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Itera
 
 
 def _brought_by(plugin: Plugin) -> set[str]:
-    """Return the distributions that come with a plugin's, with its extras and its records' requirements."""
+    """Return the distributions that come with a plugin's distribution, its extras and its records' requirements."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     named = [text for record in plugin.records for text in getattr(record, "requires", ())]
@@ -134,5 +134,5 @@ def _brought_by(plugin: Plugin) -> set[str]:
 
 
 def is_own(plugin: Plugin) -> bool:
-    """Return whether a plugin is released with core, so that it may use more of core than the contract."""
+    """Return True if a plugin is released with core, so that it may use more of core than the contract."""
     return canonical_name(plugin.distribution) in own_distributions()

@@ -1,4 +1,4 @@
-"""Examines a plugin in its own process, which the plugin may end, hang in, or print from."""
+"""Examines a plugin in a separate process, which the plugin may end, block or print from."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from enginehouse.plugin import guard
 from enginehouse.plugin.loaded import Plugin
 
 LONGEST_SECONDS = 3600.0
-"""Longest time an examination may take if the clock of its own process fails."""
+"""Longest time an examination may take if the clock of the other process fails."""
 
 RECORD_SECONDS = 300.0
-"""Longest time the examination of a record may take: engines take a while to import."""
+"""Longest time the examination of a record may take, because importing an engine takes a while."""
 
 _PROGRAM = """
 import faulthandler, json, sys
@@ -45,10 +45,10 @@ class Examined:
     """The result of a plugin's examination in another process.
 
     Attributes:
-        loaded: the report of `trial_process` on the loading; empty if it did not get so far.
-        answers: the mistakes in each of its records, in order.
-        problem: why the process ended early, or empty.
-        output: everything printed there, with Python's stacks if it hung or crashed.
+        loaded: the report of `trial_process` on loading; empty if the process did not get so far.
+        answers: the mistakes in each of the plugin's records, in order.
+        problem: reason why the process ended early, or empty.
+        output: everything that the process printed, with Python's stacks if it hung or crashed.
     """
 
     loaded: Mapping[str, Any]
@@ -63,7 +63,7 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
     Args:
         candidate: the plugin.
         python: interpreter of another Python environment; None: this one.
-        env: environment variables of the interpreter.
+        env: environment variables for that interpreter.
 
     Returns:
         The result, or None if no process could be started.
@@ -77,7 +77,7 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answers, tempfile.TemporaryFile() as output:
         try:
-            # Its own session, because Ctrl-C is for this process, which ends the other one.
+            # Its own session, because Ctrl-C is meant for this process, which ends the other one.
             process = subprocess.Popen(
                 [python or sys.executable, "-P", "-c", _PROGRAM, str(answers.fileno()), json.dumps(arguments)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -90,7 +90,7 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
                 process.wait(LONGEST_SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)  # and every process that it has started
             code = process.wait()
         answers.seek(0)
         began, *lines = [json.loads(line) for line in answers if line.endswith("\n")] or [None]
@@ -105,15 +105,13 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
 
 
 def _ending(code: int, printed: str, seconds: float) -> str:
-    if code == 1 and "Timeout (" in printed:  # as faulthandler ends a process
+    if code == 1 and "Timeout (" in printed:  # faulthandler ends a process so
         return f"it was not loaded within {seconds:g} s"
     return f"it ends the process that loads it, {f'with exit code {code}' if code >= 0 else f'by signal {-code}'}"
 
 
 def sources(module: str) -> list[Path]:
-    """Return the importable files of a module's outermost package that is no namespace package, sorted.
-
-    Nothing is imported.
+    """Return the importable files of a module's outermost package that is no namespace package, sorted; import nothing.
     """
     name, *inner = module.split(".")
     try:

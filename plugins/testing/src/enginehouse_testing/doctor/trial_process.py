@@ -1,4 +1,4 @@
-"""The process in which a plugin is examined: `trial.py` starts it and reads its output."""
+"""The process that examines a plugin: `trial.py` starts it and reads its output."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from enginehouse.plugin.records import Backend, Record, ResolveError, resolve
 
 
 def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, record_seconds: float) -> None:
-    """Load a plugin and examine its records. Writes a line before, one after loading, one a record, and one at the end.
+    """Load a plugin and examine its records. Write a line before, after loading, after each record, and at the end.
 
     Args:
         descriptor: file descriptor to write to.
         plugin: name, distribution, version and entry point of the plugin.
-        seconds: longest the loading may take.
-        record_seconds: longest the examination of a record may take; then this process ends with a stack.
+        seconds: maximum time for loading.
+        record_seconds: maximum time for examining a record; after that this process ends with a stack.
     """
     os.set_inheritable(descriptor, False)
     guard.SECONDS = seconds
@@ -38,7 +38,7 @@ def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, rec
     faulthandler.enable()
     _write(answers, {})
     loaded = Plugin(*plugin)
-    faulthandler.dump_traceback_later(1.5 * seconds, exit=True)  # the guard ends most plugins before
+    faulthandler.dump_traceback_later(1.5 * seconds, exit=True)  # the guard ends most plugins earlier
     _write(answers, _load(loaded))
     for record in loaded.records:
         faulthandler.dump_traceback_later(record_seconds, exit=True)
@@ -52,8 +52,8 @@ def _load(plugin: Plugin) -> dict[str, Any]:
     """Load a plugin and report on it.
 
     Returns:
-        `status`, `problem`, `traceback`, `protocol` and `note` of `Plugin`, `seconds` it took, bytes `printed`,
-        `threads` that it started, environment `variables` that it changed, its `records` by kind and name, `heavy`
+        `status`, `problem`, `traceback`, `protocol` and `note` of `Plugin`, the `seconds` that loading took, bytes
+        `printed`, `threads` started, environment `variables` changed, the plugin's `records` by kind and name, `heavy`
         packages that a record's options import, and `warnings` of the manager.
     """
     manager, before = PluginManager(), _Before()
@@ -72,7 +72,7 @@ def _load(plugin: Plugin) -> dict[str, Any]:
 
 
 def _heavy_options(record: Record) -> list[str]:
-    """Import a backend's options and return the heavy packages that come with them."""
+    """Import a backend's options and return the heavy packages that this imports."""
     before = set(sys.modules)
     if isinstance(record, Backend):
         with contextlib.suppress(ResolveError):

@@ -29,11 +29,7 @@ def badge_of(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def write_badge(page: Path, certificates: Sequence[Mapping[str, Any]]) -> tuple[Path, Path]:
-    """Write a badge beside a page, `PAGE.svg`, and as an endpoint of shields.io, `PAGE.badge.json`.
-
-    Returns:
-        Both paths.
-    """
+    """Write a badge as `PAGE.svg` beside a page, and as shields.io's endpoint `PAGE.badge.json`; return both paths."""
     message, colour = badge_of(certificates)
     picture, endpoint = page.with_suffix(".svg"), page.with_suffix(".badge.json")
     write_whole(picture, anybadge.Badge(label=LABEL, value=message, default_color=colour).badge_svg_text)

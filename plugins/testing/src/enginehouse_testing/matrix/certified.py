@@ -31,16 +31,16 @@ def certified(
     model: ModelUnderTest = TINY,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
 ) -> dict[str, Any]:
-    """Return the summary of a certificate, which is `<kind>/<name>/certificate.json` of a directory; of another model
-    than the tiny ones, in a folder of the model's in the place of that file.
+    """Return the summary of a part's certificate, `<kind>/<name>/certificate.json` in a directory. For another model
+    than the tiny ones, the file is in a subfolder of the model.
 
     Args:
         provided: a backend or a transport, and its plugin.
         directory: directory of all certificates.
         device: torch device type of the runs.
-        make: make a certificate if there is none of the code and versions that are installed.
+        make: True to make a certificate if there is none of the installed code and versions.
         again: True to make a certificate even if there is one; requires `make`.
-        model: the model that it is of.
+        model: the model of the certificate.
         begins: see `certify`.
 
     Returns:
@@ -76,9 +76,9 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         `backend`, `kind`, label of the `model`, `passed`, `written`, `versions` where it ran, checked `layouts`,
-        `counts` of outcomes, a line for each check that `failed`, and `nearest`: the result that comes nearest to its
-        tolerance, as `name`, `layout`, `measured`, `tolerance`; None if no check has a tolerance. Of another model
-        than the tiny ones also `measured`: all such results.
+        `counts` of outcomes, a line for each check that `failed`, and `nearest`: `name`, `layout`, `measured` and
+        `tolerance` of the result that comes nearest to its tolerance, or None if no check has one. For another model
+        than the tiny ones also `measured`: all results with a tolerance.
     """
     checks = certificate["checks"]
     layouts = [layout for check in checks for layout in check["layout"].split(" -> ") if layout]

@@ -1,7 +1,7 @@
 """Combines all registered backends and transports, and asks `plan` which combinations are possible.
 
-There is no table of what is possible. Each combination is put into a config and planned; a combination that `plan`
-refuses is a row with the reason.
+No table says what is possible. Each combination is put into a config and planned. If `plan` rejects a combination, its
+row has the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Combination:
     """A training backend, a rollout backend and a weight transport, by name.
 
     Attributes:
-        model: label of the model that they run; empty: the tiny one in float32.
+        model: label of the model in the run; empty: the tiny one in float32.
     """
 
     train: str
@@ -54,11 +54,11 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Length and width of the runs.
+    """Length of the runs, and their number of processes.
 
     Attributes:
         steps: number of steps of each run.
-        processes: most training processes; the rollout gets as many replicas as there are training processes.
+        processes: maximum number of training processes; the rollout gets as many replicas.
     """
 
     steps: int
@@ -70,9 +70,9 @@ class Planned:
     """A combination that `plan` allows.
 
     Attributes:
-        train: the training backend's layout, one that the conformance suite checks.
+        train: the training backend's layout, which the conformance suite checks.
         rollout: the rollout backend's layout.
-        overrides: changes of the shared config for this run.
+        overrides: changes to the shared config for this run.
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class Planned:
 
 
 def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
-    """Return the chosen names of a kind, or all registered names, usable or not, with core's own first.
+    """Return the chosen names of a kind, or all its registered names, usable or not, with core's own names first.
 
     Raises:
         UserError: there is nothing of a chosen name.
@@ -95,7 +95,7 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
 
 
 def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]], model: str = "") -> list[Combination]:
-    """Return all combinations of the chosen names by kind with a model; all names of a kind if none is chosen."""
+    """Return all combinations of the chosen names with a model. A kind without chosen names has all its names."""
     parts = product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))
     return [Combination(train, rollout, transport, model) for train, rollout, transport in parts]
 
@@ -108,7 +108,7 @@ def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
         name: name of the plugin, or of its distribution.
 
     Raises:
-        UserError: there is no such plugin, or it declares none of them.
+        UserError: there is no such plugin, or it declares no backend and no transport.
     """
     named = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
     if not named:
@@ -124,16 +124,11 @@ def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
 def planned(
     plugins: PluginManager, combination: Combination, setting: Setting, config: Path, directory: Path
 ) -> Planned:
-    """Put a combination into the shared config, and check it.
+    """Put a combination into the shared `config`, with run directory `directory`, and check it.
 
-    Each backend has a layout of the conformance suite: for training the first declared layout of `setting.processes`,
-    or of the next smaller number; for the rollout the first. Actor and rollout share processes if the transport
-    reaches no further.
-
-    Args:
-        plugins: all installed plugins.
-        config: path of the shared config.
-        directory: the run directory.
+    Each backend has a layout of the conformance suite. Training has the first declared layout with `setting.processes`
+    processes, or with the next smaller number; the rollout has its first. Actor and rollout share processes if the
+    transport reaches no further.
 
     Raises:
         UserError: the combination is not possible; the message has the reason.

@@ -1,4 +1,4 @@
-"""All findings of the matrix, in the JSON file beside the page: written after every finding, and read to continue."""
+"""All findings of the matrix, in the JSON file beside the page: written after each finding, and read to continue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MatrixFindings:
         plugin: the plugin that the page is limited to; empty: all backends and transports.
         machine: description of the machine, as in a certificate.
         commit: commit of the checkout in which the findings were last written, or empty.
-        written: time of the last writing, ISO 8601 in UTC.
+        written: time when the findings were last written, ISO 8601 in UTC.
         certificates: summaries of certificates, as `certified` makes them, by `(kind, name, model)`.
         rows: rows by combination.
     """
@@ -54,7 +54,7 @@ class MatrixFindings:
             self.certificates[finding["kind"], finding["backend"], finding.get("model", "")] = finding
 
     def sort(self, combinations: Sequence[Combination]) -> None:
-        """Put rows and certificates in the order of some combinations, of whatever model; others come last."""
+        """Order rows and certificates as in `combinations`, whatever their model; others come last."""
         first = {combination: number for number, combination in enumerate(combinations)}
         self.rows = dict(
             sorted(
@@ -69,7 +69,7 @@ class MatrixFindings:
         )
 
     def write(self, page: Path) -> None:
-        """Write the page, and beside it the JSON that it is made of; each file is replaced in one step."""
+        """Write the page, and beside it the JSON with its findings; each file is replaced in one step."""
         self.commit = head()
         self.written = datetime.now(UTC).isoformat(timespec="seconds")
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def json_beside(page: Path) -> Path:
 
 
 def earlier_findings(page: Path) -> MatrixFindings:
-    """Return the findings of a page that was made on this machine or a similar one; else empty findings.
+    """Return the findings of a page that was made on this or a similar machine, else empty findings.
 
     Raises:
         DataError: the file beside the page was not written by this command.

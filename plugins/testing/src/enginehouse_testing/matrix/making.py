@@ -29,11 +29,11 @@ class Onlooker(Protocol):
         ...
 
     def part(self, number: int, of: int, what: str) -> None:
-        """A part of it begins, counted from 1."""
+        """Report that part `number` of it begins, counted from 1."""
         ...
 
     def ended(self, message: str, failed: bool) -> None:
-        """It has ended, with a message."""
+        """Report that it has ended, with a message."""
         ...
 
 
@@ -47,7 +47,7 @@ class MatrixMaker:
         certificates: directory of certificates.
         findings: earlier findings, to which new ones are added.
         page: path of the page.
-        model: the model that runs and certificates are of.
+        model: the model of runs and certificates.
     """
 
     plugins: PluginManager
@@ -60,10 +60,10 @@ class MatrixMaker:
     model: ModelUnderTest = TINY
 
     def certify(self, chosen: Sequence[Combination], *, make: bool, again: bool = False) -> bool:
-        """Read the certificates of all parts; with `make`, make those that are missing, with `again` all.
+        """Read the certificates of all parts. With `make`, make missing ones; with `again`, make all.
 
         Returns:
-            True if no certificate has a failed check, and none is missing that was there before.
+            True if no certificate has a failed check, and none that was there before is missing.
         """
         device, _ = pick_device("auto")
         clean = True
@@ -92,10 +92,10 @@ class MatrixMaker:
 
         Args:
             chosen: combinations to run.
-            again: run combinations that have such a row, too.
+            again: True to run combinations that have such a row, too.
 
         Returns:
-            True if no run failed, and none is impossible that was made before.
+            True if no run failed, and none that was made before is now impossible.
         """
         config = make_task(self.directory / "task" / folder_of(self.model.label), self.model)
         clean = True
@@ -108,7 +108,7 @@ class MatrixMaker:
         return clean
 
     def _add(self, finding: MatrixRow | dict[str, Any], message: str, *, lost: bool, failed: bool) -> bool:
-        """Add a finding, unless it would replace a result by none (`lost`). Returns True if all is well."""
+        """Add a finding, unless it has no result and would replace one (`lost`). Return True if all is well."""
         if lost:
             message = f"{message}; what was found before is kept"
         else:

@@ -25,11 +25,11 @@ CHECKED_COLUMNS = ("kind", "name", "check", "measured", "tolerance")
 OUTCOMES = ("passed", "failed", "not run", "not declared")
 CERTIFICATE_COLUMNS = ("kind", "name", "certificate", *OUTCOMES, "layouts", "nearest", "written")
 BUSY = 0.2
-"""Busy cores of others above which the page says that a row's times are too long."""
+"""Number of cores kept busy by others, above which the page says that a row's times are too long."""
 
 
 def render(findings: MatrixFindings, data: str) -> str:
-    """Return the page of some findings; `data` is the name of the JSON file with all of them."""
+    """Return the page of some findings. `data` is the name of the JSON file that holds all of them."""
     everything = list(findings.rows.values())
     rows = [row for row in everything if not row.model]
     certificates = list(findings.certificates.values())
@@ -151,7 +151,7 @@ def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, An
 
 
 def _certificate_cells(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of each figure of a certificate; its problem, if there is none."""
+    """Return the cells of each figure of a certificate, or of its problem if there is none."""
     name = [summary["kind"], summary["backend"]]
     if problem := summary.get("problem"):
         return [[*name, f"none: {problem}", "", ""]]
@@ -171,7 +171,7 @@ def _model_cells(row: MatrixRow, figures: Figures) -> list[str]:
 
 
 def _reasons(title: str, rows: Sequence[MatrixRow]) -> list[str]:
-    """List combinations that failed or did not run, by the reason."""
+    """List combinations that failed or did not run, grouped by reason."""
     if not rows:
         return []
     lines = [f"## {title}", "", *_head(["combination", "why"])]
@@ -213,7 +213,7 @@ def _certificates(certificates: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _versions(rows: Sequence[MatrixRow]) -> list[str]:
-    """List the versions that rows were made with; a line for each that differs."""
+    """List the versions behind the rows, with a line for each different set of versions."""
     lines = dict.fromkeys(
         (kind, getattr(row, kind), ", ".join(f"{name} {version}" for name, version in versions.items()))
         for row in rows

@@ -20,16 +20,15 @@ Outcome = Literal["ran", "failed", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures from a run's own metrics. Medians leave out the first step, if there is another.
+    """Figures from a run's own metrics. Medians leave out the first step if there are several.
 
     Attributes:
         mean_difference: mean over all steps of the mean absolute difference of logprobs, rollout against trainer, nats.
         max_difference: the largest difference of any token, nats.
-        update_seconds: median time of a weight update, from the actor to verified replicas.
+        update_seconds: median time of a weight update, from the start at the actor to verified replicas.
         tokens_per_second: median of the tokens that the rollout generated in a step over the seconds that it took.
         update_mib: size of the weights.
-        steps: number of steps.
-        kl: mean over all steps of the k3 estimate of the trainer's divergence from the rollout, nats; None: not known.
+        kl: mean over all steps of the k3 estimate of the trainer's divergence from the rollout, nats; None: unknown.
     """
 
     mean_difference: float
@@ -46,20 +45,17 @@ class MatrixRow:
     """One combination.
 
     Attributes:
-        train: the training backend.
-        rollout: the rollout backend.
-        transport: the weight transport.
         model: label of the model; empty: the tiny one in float32.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
-        reason: the reason for which it did not run or failed; else empty.
-        figures: figures of a run that ended, also if they exceed the tolerance.
-        setting: steps and most processes of the run.
+        reason: the reason why it failed or did not run; else empty.
+        figures: figures of a run that ended, even if they exceed the tolerance.
+        setting: number of steps and maximum number of processes of the run.
         layouts: descriptions of the layouts of actor and rollout.
         placement: `"colocated"` or `"separate"`.
         standing: versions of the run, by kind.
-        overrides: changes of the shared config for this run.
-        busy_cores: cores that others kept busy before the run began.
-        begun: begin of the run, ISO 8601 in UTC.
+        overrides: changes to the shared config for this run.
+        busy_cores: number of cores that others kept busy before the run began.
+        begun: time when the run began, ISO 8601 in UTC.
         seconds: duration of the run, with the start and end of its processes.
     """
 
@@ -105,12 +101,7 @@ def refused(combination: Combination, setting: Setting, reason: str) -> MatrixRo
 
 
 def ran(combination: Combination, setting: Setting, planned: Planned, directory: Path, **facts: Any) -> MatrixRow:
-    """Return the row of a run that ended with exit code 0.
-
-    Args:
-        directory: the run's directory.
-        facts: further fields of the row.
-    """
+    """Return the row of a run that ended with exit code 0; `facts` are additional fields of the row."""
     read = figures(read_whole_lines(directory / "metrics.jsonl"))
     reason = "the run's metrics lack a figure, or it is not finite" if read is None else ""
     most = MEAN_DIFFERENCES[planned.plan.roles["actor"].model.dtype]
@@ -153,7 +144,7 @@ def figures(metrics: Sequence[Mapping[str, Any]]) -> Figures | None:
             steps=len(metrics),
             kl=statistics.fmean(_column(metrics, "mismatch/kl")),
         )
-    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):  # a null stands for what is not finite
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):  # null: a number that is not finite
         return None
     return read if all(map(math.isfinite, asdict(read).values())) else None
 
@@ -166,7 +157,7 @@ def error_of(directory: Path, log: Path, since: float = 0.0) -> str:
     """Return the error in a failed run's record, else the end of its log.
 
     Args:
-        since: begin of the run in seconds since the epoch; an older record is another run's.
+        since: time when the run began, in seconds since the epoch; an older record belongs to another run.
     """
     record = directory / "run.json"
     if record.exists() and record.stat().st_mtime >= since:

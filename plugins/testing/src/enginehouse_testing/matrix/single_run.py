@@ -19,9 +19,9 @@ from enginehouse_testing.matrix.combination import Combination, Planned, Setting
 from enginehouse_testing.matrix.row import MatrixRow, error_of, failed, ran
 
 RUN_SECONDS = 1800.0
-"""Longest time a run may take. Every call in it has its own deadline, whose error says more."""
+"""Longest time a run may take. Every call in the run has its own deadline, with an error that says more."""
 ENDING_SECONDS = 7.0
-"""Longest time an interrupted run may take to end by itself."""
+"""Longest time in which an interrupted run may end by itself."""
 
 
 def run(
@@ -32,13 +32,7 @@ def run(
     log: Path,
     standing: Mapping[str, Mapping[str, str]],
 ) -> MatrixRow:
-    """Make a run, and return its row, also if the run fails.
-
-    Args:
-        config: path of the shared config.
-        log: path of the run's output.
-        standing: versions of the run, by kind.
-    """
+    """Make a run of the shared `config`, with its output in `log`, and return its row even if the run fails."""
     directory = planned.plan.run_directory
     begun = datetime.now(UTC)
     facts: dict[str, Any] = {
@@ -72,7 +66,7 @@ def shortened(text: str) -> str:
 def _run(arguments: Sequence[str], log: Path) -> int | None:
     """Run `enginehouse train`, and return its exit code, or None if it took too long and was killed.
 
-    It leads its own session, so that Ctrl-C reaches it only once, from here.
+    The run leads its own session, so that Ctrl-C reaches it only once, from this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "enginehouse.cli.main", "train", *arguments]

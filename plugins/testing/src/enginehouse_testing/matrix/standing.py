@@ -1,4 +1,4 @@
-"""Versions that a finding depends on, and whether a certificate is still of them."""
+"""Versions on which a finding depends, and a check that a certificate still has these versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
         device: torch device type of the runs.
 
     Raises:
-        RuntimeProblem: the backend has no environment that it can run in.
+        RuntimeProblem: the backend has no environment in which it can run.
     """
     record, plugin = provided.record, provided.plugin
     path: Sequence[str] | None = None
@@ -47,8 +47,8 @@ def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin:
     Args:
         certificate: the certificate, as it was written.
         now: the versions; see `standing`.
-        origin: owner and code of the record.
-        device: device of the engine now; a certificate that names none is of the CPU, or of no engine.
+        origin: distribution and code of the record.
+        device: the engine's device now. A certificate without a device is of the CPU, or of a record that is no engine.
     """
     is_whole = certificate.get("whole", False) and not certificate.get("interrupted", True)
     same_device = (certificate.get("device") or "cpu") == device

@@ -1,4 +1,4 @@
-"""The task of every run of the matrix: a tiny model with random weights, or the user's, is rewarded for digits.
+"""The task of every matrix run: a tiny model with random weights, or the user's model, is rewarded for digits.
 
 Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
 """
@@ -18,14 +18,14 @@ from enginehouse_testing.model_under_test import TINY, ModelUnderTest
 PROMPTS = 64
 PROMPTS_A_STEP, SAMPLES_A_PROMPT, RESPONSE_TOKENS = 8, 8, 32
 MOST_TOKENS = 128
-"""Longest sequence that a rollout takes, since the cache of a layout may have no room for one of the user's model."""
+"""Longest sequence of a rollout, because a layout's cache may have no room for the longest of the user's model."""
 LEARNING_RATE, REAL_LEARNING_RATE = 1e-3, 2e-5
-"""Learning rates of tiny models, and of the user's."""
+"""Learning rates of the tiny models, and of a user's model."""
 CALL_SECONDS = 900.0
-"""Longest time the start of the workers, or a call of a worker, may take on a busy machine."""
+"""Longest time that starting the workers, or a call of a worker, may take on a busy machine."""
 CONFIG = "matrix.yaml"
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2}
-"""Qwen3's shape, with heads of 32, the smallest that engines with their own attention kernels take."""
+"""Qwen3's shape, with heads of 32 dimensions, the smallest that engines with their own attention kernels support."""
 
 
 def digits(prompt: str, response: str, **columns: object) -> float:
@@ -45,7 +45,7 @@ def learning_rate(model: str) -> float:
 def make_task(directory: Path, under_test: ModelUnderTest = TINY) -> Path:
     """Write the model, its prompts and the config that all runs share, and return the config's path.
 
-    A model of the user's is asked for sums. Nothing is downloaded, and the files are the same each time.
+    A user's model is asked for sums. Nothing is downloaded, and the files are the same each time.
     """
     from enginehouse_testing.models import tiny_model
 

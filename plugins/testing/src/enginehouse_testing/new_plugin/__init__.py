@@ -1,1 +1,1 @@
-"""`enginehouse new-plugin`: makes a whole package for a plugin's author to fill in, from templates."""
+"""`enginehouse new-plugin`: writes a whole package, which a plugin's author completes, from templates."""

@@ -1,4 +1,4 @@
-"""`enginehouse new-plugin`: makes a whole package to fill in."""
+"""The command `enginehouse new-plugin`."""
 
 from __future__ import annotations
 

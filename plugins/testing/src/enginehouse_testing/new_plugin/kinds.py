@@ -1,4 +1,4 @@
-"""The kinds that a new package may bring, and their starts. It is light, because every command line imports it."""
+"""The kinds that a new package may contain, and their starts. Light, because every command line imports it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PluginKind:
-    """A kind of record, or a command, that a package brings.
+    """A kind of record, or a command, in a package.
 
     Attributes:
         says: description for `--help` and the README.
         suite: the class of `enginehouse_testing` that tests it, and the attribute that names the record; or empty.
-        starts: distributions that a start needs, by the word of `--from`.
-        contract: the oldest plugin contract that has the kind.
-        examples: True if it is tested with rows of data in `tests/KIND_examples.jsonl`, which its author changes.
+        starts: distributions that each start needs, by the word of `--from`.
+        contract: oldest plugin contract that has the kind.
+        examples: True if its tests use the rows of data in `tests/KIND_examples.jsonl`, which the author changes.
     """
 
     says: str
@@ -36,13 +36,13 @@ KINDS: dict[str, PluginKind] = {
     "tracker": PluginKind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
     "command": PluginKind("a command of `enginehouse`"),
 }
-"""Kinds by the word of `--kind`, which is also the name of a folder in `templates`."""
+"""Kinds by the word of `--kind`, which is also a folder's name in `templates`."""
 
 STARTS_CONTRACT = (1, 1)
 """The oldest plugin contract that has all that the starts import."""
 
 
 def certify_line(module: str, kind: str) -> str:
-    """Return the command that certifies a package's record, in the package's folder."""
+    """Return the command that certifies a package's record; it is run in the package's folder."""
     examples = f" --examples tests/{kind}_examples.jsonl" if KINDS[kind].examples else ""
     return f"enginehouse certify {module} --kind {kind}{examples} --out certificates/{kind}"

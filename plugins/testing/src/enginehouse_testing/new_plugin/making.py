@@ -1,4 +1,4 @@
-"""Makes the package of a new plugin: checks its names, and writes its files from the templates."""
+"""Creates the package of a new plugin: checks its names, and writes its files from the templates."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from enginehouse_testing.new_plugin.kinds import KINDS, STARTS_CONTRACT, certify
 TEMPLATES = Path(__file__).parent / "templates"
 
 FOLDERS = ("build", "dist", "docs", "examples", "scripts", "src", "test", "tests", "tools")
-"""Names that a package may not have, because its module would be called like folders of other projects."""
+"""Names that a package may not have, because its module would have the name of folders in other projects."""
 
 PINNED = ("torch", "transformers")
-"""Distributions whose versions here are the constraints of the package's tests."""
+"""Distributions whose installed versions become the constraints of the package's tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class NewPlugin:
     Attributes:
         name: name of the distribution, for example `"acme-rollout"`.
         kinds: kinds of its parts, keys of `KINDS`.
-        starts: the code that a kind starts from, if it is no skeleton.
-        author: author for its metadata, or empty.
+        starts: the code from which a kind starts, unless it starts from a skeleton.
+        author: author in the package's metadata, or empty.
     """
 
     name: str
@@ -50,7 +50,7 @@ class NewPlugin:
 
     @property
     def stem(self) -> str:
-        """The prefix of its functions: its name, without the kinds at its end."""
+        """Prefix of the package's functions: its name, without the kinds at the end."""
         parts = self.module.split("_")
         while len(parts) > 1 and parts[-1] in KINDS:
             parts.pop()
@@ -63,12 +63,12 @@ class NewPlugin:
 
     @property
     def folders(self) -> list[str]:
-        """The folders of its templates, of which later ones overwrite files of earlier ones."""
+        """Folders of the package's templates. Files of later folders overwrite those of earlier ones."""
         starts = [f"{kind}_{start}" for kind, start in self.starts.items()]
         return ["base", *self.kinds, *starts]
 
     def data(self) -> dict[str, Any]:
-        """Return the values for the templates."""
+        """Return the values that fill the templates."""
         major, minor = __version__.split(".")[:2]
         needed = dict.fromkeys(name for kind, start in self.starts.items() for name in KINDS[kind].starts[start])
         contract = max([KINDS[kind].contract for kind in self.kinds] + [STARTS_CONTRACT] * bool(self.starts))
@@ -133,7 +133,7 @@ def check_name(plugin: NewPlugin) -> None:
 
 
 def _owner(plugin: NewPlugin) -> str:
-    """Describe who has the name already; empty if nobody has."""
+    """Describe the owner of a name that is taken; empty if it is free."""
     from enginehouse.plugin import plugins
 
     for record, owner in plugins().providers(name=plugin.module):
@@ -156,7 +156,7 @@ def _owner(plugin: NewPlugin) -> str:
 
 
 def make(plugin: NewPlugin, directory: Path) -> list[Path]:
-    """Write the package into a directory that is new or empty, and return its files, below the directory, sorted.
+    """Write the package into a new or empty directory; return its files, relative to the directory, sorted.
 
     Raises:
         UserError: the name is not allowed, or the directory is not empty.

@@ -1,9 +1,9 @@
 """Attention over rows packed into one sequence, by transformers' own functions, without a dense mask.
 
-Rows that share nothing go through flash-attention, or torch's own copy of it, which gets the end of each row. Trees of
-rows (`packing`) go through `flex_attention`, which gets the blocks of tokens that may attend to each other. Otherwise
-rows are padded and trees masked, for `scaled_dot_product_attention`. The choice depends on the device and on what is
-installed.
+Rows without a shared prompt use flash-attention, or torch's own copy of it, which gets the end of each row. Trees of
+rows (`packing`) use `flex_attention`, which gets the blocks of tokens that may attend to each other. Without these
+functions rows are padded and trees masked, for `scaled_dot_product_attention`. The choice depends on the device and on
+the installed packages.
 
 Not yet run on a GPU.
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from enginehouse_torch.options import AttentionChoice
 
 PADDED_ATTENTION = "sdpa"
-"""Attention of all input that is not packed."""
+"""Attention function of padded input."""
 BLOCK = 128
-"""Tokens of a block, for which the kernels of `flex_attention` are written."""
+"""Tokens of a block: the size that the kernels of `flex_attention` are written for."""
 AMPERE, HOPPER = 8, 9
-"""Major compute capabilities: the least that flash-attention supports, and that of its version 3."""
+"""Major compute capabilities: the lowest that flash-attention supports, and the one that its version 3 needs."""
 VARLEN = "varlen_attention"
 """Name under which torch's own flash-attention (`torch.nn.attention.varlen`) is registered with transformers."""
 
@@ -47,7 +47,7 @@ class AttentionChoices:
     """Attention functions of packed rows, by transformers' names.
 
     Attributes:
-        rows: takes the end of each row, like `flash_attention_2`; None: rows without a shared prompt are padded.
+        rows: takes the end of each row, like `flash_attention_2`; None: rows that share no prompt are padded.
         trees: takes a block mask, like `flex_attention`; None: trees are padded and have a dense mask.
     """
 
@@ -55,19 +55,19 @@ class AttentionChoices:
     trees: str | None = None
 
     def packs(self, trees: bool) -> bool:
-        """Return True if a batch with trees, or without, is packed."""
+        """Return True if batches with trees are packed, or, with `trees=False`, batches without trees."""
         return bool(self.trees if trees else self.rows)
 
 
 PADDED = AttentionChoices()
 
 GRAPHS = 64
-"""Graphs of `flex_attention` that a process may compile; a model has several, with and without gradients, of one block
-and of many. Beyond torch's own limit, 8, it runs uncompiled and computes scores of the square of all tokens."""
+"""Maximum number of `flex_attention` graphs that a process compiles. A model needs several: with and without gradients,
+for one block and for many. Beyond torch's default, 8, it runs uncompiled and computes scores of all pairs of tokens."""
 
 
 def expect_graphs() -> None:
-    """Let this process compile up to `GRAPHS` graphs, for models that attend by `flex_attention`."""
+    """Let this process compile up to `GRAPHS` graphs, for models that use `flex_attention`."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
@@ -128,7 +128,7 @@ class PackedInput(ModelInput):
 
     Attributes:
         attention: transformers' name of the attention function.
-        arguments: its arguments beside `allowed`, which is a block mask or None.
+        arguments: the function's arguments besides `allowed`, which is a block mask or None.
     """
 
     attention: str
@@ -153,20 +153,20 @@ def model_input(
     elif attention.trees:
         name, allowed = attention.trees, block_mask(layout, device)
     else:
-        raise ConfigError("rows were packed into one sequence, and there is no attention that takes them so")
+        raise ConfigError("rows were packed into one sequence, but no attention function for packed rows was chosen")
     shared = {field.name: getattr(padded, field.name) for field in fields(ModelInput)}
     shared |= {"positions": torch.from_numpy(layout.positions).to(device, non_blocking=True), "allowed": allowed}
     return PackedInput(**shared, attention=name, arguments=arguments)
 
 
 def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, Any]:
-    """Return flash-attention's arguments for rows of these `lengths` behind one another (`FlashAttentionKwargs`).
+    """Return flash-attention's arguments for consecutive rows of these `lengths` (`FlashAttentionKwargs`).
 
-    Without them transformers derives them from positions, which waits for the device in every layer.
+    Without them transformers derives them from positions, and waits for the device in every layer.
 
     Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(rows + 1,)`: the begin of each row, and the end of the last;
-        `max_length_q` and `max_length_k`: tokens of the longest.
+        `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(rows + 1,)`: the start of each row, and the end of the last row;
+        `max_length_q` and `max_length_k`: length of the longest row.
     """
     ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(device, non_blocking=True)
     longest = int(lengths.max())
@@ -174,7 +174,7 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
 
 
 def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
-    """Return the mask of a packed layout, by blocks and within some by segments, without the square of all tokens."""
+    """Return a packed layout's mask as blocks, with segments inside partial ones, instead of all pairs of tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     own, prompt = (torch.from_numpy(part.astype(np.int32)).to(device, non_blocking=True) for part in layout.segments())
@@ -191,7 +191,7 @@ def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
 
 
 def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each block of queries the number of its blocks of keys, and all blocks, its own first; int32."""
+    """Return each query block's number of key blocks, and all key blocks with these first; both int32."""
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32))[None, None].to(device, non_blocking=True)
@@ -200,9 +200,9 @@ def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[t
 
 
 def packed_token_outputs(model: PreTrainedModel, inputs: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:
-    """Compute `token_outputs` of packed input, or of padded input of a model that also takes packed input.
+    """Compute `token_outputs` for a model that takes packed and padded input.
 
-    The model's attention function stays set, because activation checkpointing computes blocks again with it.
+    The attention function stays set after the call, because activation checkpointing computes blocks again with it.
     """
     if not isinstance(inputs, PackedInput):
         attend_by(model, PADDED_ATTENTION)
@@ -232,7 +232,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 @contextlib.contextmanager
 def _pass_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Give the model's layers `arguments`, within the block; transformers passes on arguments that it does not know."""
+    """Pass `arguments` to the model's layers within the block; transformers forwards unknown arguments to them."""
 
     def add(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, **arguments}

@@ -1,10 +1,10 @@
-"""Checkpoints of all torch engines, by torch.distributed.checkpoint: each rank writes its own part, any number reads.
+"""Checkpoints of all torch engines, by torch.distributed.checkpoint: each rank writes its part, any number can read.
 
-The format is the same for every engine and number of ranks, so any of them can continue from it. Entries:
+The format is the same for every engine and number of ranks, so any engine can continue from it. Entries:
 `model.<name>` (float32, the dtype of updates), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
 `optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears complete or not at all: it is written under
-another name beside its own, and moved once every rank is done. A failure on one rank is raised on all: between the
-steps that torch guards itself, a rank runs nothing that can fail without telling the others (`on_every_rank`).
+another name beside its own, and moved once every rank is done. A failure on one rank is raised on all ranks: code that
+can fail on a rank runs either in a step that torch guards itself or in `on_every_rank`.
 
 The files `*.distcp` hold only tensors. `.metadata`, which says where each tensor lies, is a pickle. Reading it creates
 only the classes that such a file consists of and changes nothing else, so a stranger's checkpoint cannot run code.
@@ -114,13 +114,13 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
     """Write the directory `path`, replacing its content once all is written; collective.
 
     Raises:
-        CheckpointError: it cannot be written, on some rank; `path` is unchanged.
+        CheckpointError: some rank cannot write its part; `path` is unchanged.
     """
     writer = _Writer.create(path, ranks)
     with (
         _report_failure(path, writer),
         warnings.catch_warnings(action="ignore", category=UserWarning),
-    ):  # "without ranks"
+    ):  # torch warns that it saves without ranks
         written = on_every_rank(ranks, lambda: state.to_write(ranks.rank))
         dcp.save(written, storage_writer=writer, no_dist=_is_alone(ranks))
 
@@ -128,9 +128,9 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
 class BackgroundSave:
     """Saves that are written while training continues, one at a time.
 
-    The state is first copied to host memory, of the size of this rank's part of the checkpoint. A thread writes it and
-    communicates in its own process group, so that it never interferes with two collectives of training. All ranks call
-    `start` and `finish` in the same order.
+    `start` copies the state to host memory, which takes as much as this rank's part of the checkpoint. A thread writes
+    the copy. It communicates in its own process group, so that it never mixes with the collectives of training. All
+    ranks call `start` and `finish` in the same order.
     """
 
     def __init__(self, ranks: Ranks):
@@ -142,7 +142,7 @@ class BackgroundSave:
         """Copy `state` and begin to write it into the directory `path`, after a save in progress has ended.
 
         Raises:
-            CheckpointError: it cannot begin, or the save before it failed, on some rank.
+            CheckpointError: on some rank the save cannot begin, or the previous save failed.
         """
         self.finish()
         if self._group is None and dist.is_initialized():
@@ -162,7 +162,7 @@ class BackgroundSave:
         """Wait for the save in progress, if there is one.
 
         Raises:
-            CheckpointError: it failed, on some rank; raised once.
+            CheckpointError: the save failed on some rank. The error is raised once.
         """
         if self._saving is None:
             return
@@ -198,8 +198,8 @@ def load(
             overwritten, to raise its own `CheckpointError`.
 
     Raises:
-        CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on some rank. Nothing
-            was overwritten, unless the damage is inside a file.
+        CheckpointError: on some rank the checkpoint is missing, incomplete, damaged, of another model, or lacks a part.
+            Nothing was overwritten, unless the damage is inside a file.
     """
 
     def prepare() -> tuple[dcp.Metadata, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -223,8 +223,8 @@ def load(
             dcp.load(targets, storage_reader=_Reader(path, metadata), no_dist=_is_alone(ranks))
     except (CheckpointException, Exception) as error:
         raise CheckpointError(
-            f"checkpoint {path!r} is damaged: {_describe(error)}. What the engine holds now is partly old and partly "
-            "new: load another checkpoint before going on"
+            f"checkpoint {path!r} is damaged: {_describe(error)}. The engine's state is now partly old and partly new: "
+            "load another checkpoint before you continue"
         ) from error
     if state.optimizer is not None:
         state.optimizer.restored(int(step))
@@ -266,7 +266,7 @@ class _Writer(dcp.FileSystemWriter):
         return on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Move the directory into place, on rank 0, once all ranks have written; a failure is raised on all."""
+        """On rank 0 move the directory into place once all ranks have written; every rank raises a failure."""
         super().finish(metadata, results)
         move_into_place(self._partial, self._target)
 
@@ -290,7 +290,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Creates only allowed classes, and sets the state of nothing but their new objects."""
+    """Unpickles only objects of allowed classes, and sets only the state of these new objects."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
@@ -319,13 +319,13 @@ def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
     """Return the result of `action` on this rank, once it has succeeded on every rank; collective.
 
     Raises:
-        CheckpointError: it failed on some rank; raised on all, so that no rank waits for one that has stopped.
+        CheckpointError: `action` failed on some rank. Every rank raises it, so that none waits for a stopped rank.
     """
     value: T | None = None
     failure: BaseException | None = None
     try:
         value = action()
-    except (CheckpointException, Exception) as error:  # torch's is no Exception
+    except (CheckpointException, Exception) as error:  # CheckpointException is no Exception
         failure = error
     failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _describe(failure)))
     for rank, failed in enumerate(failures):
@@ -360,7 +360,7 @@ def _read_metadata(path: str) -> dcp.Metadata:
     """Read the file `.metadata`.
 
     Raises:
-        CheckpointError: it is missing or cannot be read.
+        CheckpointError: the file is missing or cannot be read.
     """
     directory = Path(path)
     file = directory / METADATA_FILE

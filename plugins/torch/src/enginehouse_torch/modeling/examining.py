@@ -1,4 +1,4 @@
-"""Checks of a model's files for `plan`: its class is built empty, on the meta device, and compared with the files."""
+"""Checks a model's files for `plan` against the model's class, which is built empty on the meta device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 
 def examine(spec: ModelSpec) -> tuple[str, ...]:
-    """Check that transformers has a class for a model that engines here can train, and that it reads the files.
+    """Check that transformers has a class for the model, that engines here can train it, and that it reads the files.
 
     Returns:
-        Notes on the tensors that are not trained, a sentence each.
+        Notes on the tensors that are not trained, one sentence each.
 
     Raises:
         ModelError: there is no such class, or the files belong to another model.
@@ -32,7 +32,7 @@ def examine(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
-    """Check a model as `examine` does, and that it can be sampled with a plain cache; ignore what is not trained.
+    """Check a model as `examine` does, and that it can be sampled with a plain cache; return no notes.
 
     Raises:
         ModelError: as `examine`, or if a layer has state other than keys and values.
@@ -47,12 +47,12 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def examined_model(spec: ModelSpec) -> PreTrainedModel:
-    """Return the empty model that `examine` has built; nobody changes it."""
+    """Return the empty model that `examine` has built. Callers must not change it."""
     return _examine_cached(spec, _stamps(spec))[0]
 
 
 def _stamps(spec: ModelSpec) -> Stamps:
-    """Return sizes and times of a model's files, which tell whether they have changed since they were examined."""
+    """Return names, sizes and times of a model's files, so that a model is examined again when a file changes."""
     files = [*weight_files(Path(spec.path)), *Path(spec.path).glob("*.json"), *Path(spec.path).glob("*.py")]
     return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 

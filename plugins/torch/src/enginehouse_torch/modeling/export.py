@@ -1,4 +1,4 @@
-"""Writing a model as a Hugging Face directory while no rank holds more of it than one file's part."""
+"""Writes a model as a Hugging Face directory, gathering the weights of one file at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["write_companions", "write_weights"]
 
 FILE_BYTES = 5 << 30
-"""Most bytes of weights in one file, a larger parameter excepted, as on the Hugging Face hub."""
+"""Maximum bytes of weights in one file, unless a single parameter is larger; as on the Hugging Face hub."""
 
 
 def write_weights(
@@ -43,7 +43,7 @@ def write_weights(
         parameters: all parameters, in the order of `weights`.
         weights: every whole parameter; exhausted on every rank, even if writing fails, because gathering is collective.
         writes: False on ranks that only take part in gathering.
-        held: tensors of the model's own directory to write again as they were; None: none.
+        held: tensors of the model's directory to copy unchanged; None: none.
 
     Returns:
         The error that kept this rank from writing, or None.
@@ -69,7 +69,7 @@ def write_weights(
             break
         files |= dict.fromkeys(contents, file)
         total += sum(tensor.nbytes for tensor in contents.values())
-    for _ in weights:  # so that a gathering of all ranks ends
+    for _ in weights:  # gathering is collective, so every rank exhausts the weights
         pass
     if writes and failure is None:
         try:
@@ -80,9 +80,9 @@ def write_weights(
 
 
 def _complete(directory: Path, files: dict[str, str], total_bytes: int) -> None:
-    """Write the index if there are several files, and remove the files of an earlier export that was split otherwise.
+    """Write the index if there are several files, and remove other weight files of an earlier export.
 
-    transformers looks for a single file first, so it would read an old one in place of the new ones.
+    Transformers looks for a single file first, so it would read an old one instead of the new files.
     """
     current = set(files.values())
     if len(current) > 1:
@@ -103,12 +103,12 @@ def write_companions(
     architecture: str,
     spec: ModelSpec,
 ) -> None:
-    """Write everything that belongs to a model beside its weights, as its own directory has it.
+    """Write everything beside a model's weights: copies of the files in its directory, and its configs.
 
-    The config is that directory's own, with the dtype of the written weights, so that the same programs can read both.
-    If some of its weights were left out (an engine writes without `Holding`), the config is the class's, which has no
-    more than the class reads. A model with a value head is described as transformers' `...ForSequenceClassification`
-    with one label.
+    The config is the directory's, with the dtype of the written weights, so that the same programs can read both. If
+    some of the directory's weights were left out (an engine writes without `Holding`), it is the config of the class,
+    which describes only what the class reads. A model with a value head is described as transformers'
+    `...ForSequenceClassification` with one label.
 
     Args:
         directory: an existing directory.
@@ -155,7 +155,7 @@ def share_weights(directory: Path, like: Path) -> None:
 
 
 def _classifier_settings(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
-    """Return the config entries of a one-label classifier; a class that transformers lacks gets its likely name."""
+    """Return the config entries of a one-label classifier; if transformers lacks the class, guess its name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     prefix = re.sub("(ForCausalLM|LMHeadModel|ForSequenceClassification)$", "", architecture)
@@ -167,12 +167,12 @@ def _classifier_settings(config: PreTrainedConfig, architecture: str) -> dict[st
 def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) -> int | None:
     """Choose the padding token of a classifier's export, and name it in the exported tokenizer.
 
-    Transformers reads the score at the last token that is not padding. With an end of sequence as padding it would read
-    the token before it, so padding must be a token that ends no text.
+    Transformers reads the score at the last token that is not padding. If an end of sequence were padding, it would
+    read the token before the end, so padding must be a token that ends no text.
 
     Returns:
-        The token's id. None without such a token, or without a tokenizer to name it: transformers then reads the last
-        token of a text, and refuses several texts at once.
+        The token's id, or None if there is no such token, or no tokenizer to name it in. Transformers then reads the
+        last token of a text, and rejects batches of several texts.
     """
     from transformers import AutoTokenizer
 
@@ -180,7 +180,7 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
     ends = set(end_ids(getattr(text, "eos_token_id", None)))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError):  # it has none
+    except (OSError, ValueError):  # the model has no tokenizer
         pad_id = getattr(text, "pad_token_id", None)
         return None if pad_id in ends else pad_id
     padding = _padding(tokenizer, getattr(text, "pad_token_id", None), ends)
@@ -195,7 +195,7 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
 
 
 def _padding(tokenizer: Any, model_padding: int | None, ends: Set[int]) -> str | None:
-    """Return a token that ends no text: the tokenizer's padding, else the model's, else a special one; None if none."""
+    """Return a token that ends no text: the tokenizer's padding, the model's, or a special token; None if none fits."""
     ends = {*ends, *text_ends(tokenizer)}
     special = [token_id for token_id, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     preferred = (tokenizer.pad_token_id, model_padding, tokenizer.unk_token_id, tokenizer.bos_token_id)

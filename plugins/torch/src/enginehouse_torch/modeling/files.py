@@ -35,6 +35,6 @@ def describe_alternative(directory: Path) -> str:
     if (directory / "config.json").is_file():
         return ": it is a Hugging Face model, which an engine starts from as its model path"
     if (before := find_set_aside(directory)) is not None:
-        # Loading does not put it back: whoever replaces it may be alive, and between its renamings.
+        # Loading does not rename it back, because the process that replaces it may be alive, between its two renames.
         return f"; a save was killed as it replaced it: rename {str(before)!r}, which is the one before"
     return ""

@@ -36,11 +36,11 @@ def find_not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
-    """Return the error of optimizer step `step`, from 1, with metrics `figures`, that left weights not finite."""
+    """Return the error for optimizer step `step`, from 1, with metrics `figures`, that made weights not finite."""
     return NonFiniteWeights(
         f"optimizer step {step} left weights that are not finite: {_join(list(dict.fromkeys(names)))}. The step's lr "
-        f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. Nothing of these "
-        "weights is served or saved. Try a smaller lr, more warmup_steps or a smaller max_grad_norm; lr times "
+        f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. These weights are "
+        "neither served nor saved. Try a smaller lr, more warmup_steps or a smaller max_grad_norm; lr times "
         "weight_decay has to be far below 1"
     )
 
@@ -52,7 +52,7 @@ def check_step(
 
     Args:
         own: this rank's part of each trained parameter.
-        named: returns the parts by name; called if one is not finite.
+        named: returns the parts by name; called if a part is not finite.
         step: number of the optimizer step, from 1.
         figures: metrics of the step, `lr` and `grad_norm` among them.
 

@@ -1,4 +1,4 @@
-"""From input tokens to per-token outputs: log-probabilities, entropy, values. Works on any Hugging Face causal LM."""
+"""Computes per-token outputs (log-probabilities, entropy, values) from tokens, for any Hugging Face causal LM."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
     """Raise EnginehouseError if a model with a value head, or without one, cannot compute `outputs`."""
     if outputs.values and not has_values:
-        raise EnginehouseError('values were asked of a model without a value head; set ModelSpec(head="value")')
+        raise EnginehouseError('a model without a value head has no values; set ModelSpec(head="value")')
     if has_values and (outputs.logprobs or outputs.entropy):
         raise EnginehouseError(
-            "logprobs or entropy were asked of a model with a value head; ask for "
+            "a model with a value head has no logprobs or entropy; request "
             'Outputs(logprobs=False, values=True), or set ModelSpec(head="causal_lm")'
         )
     if not outputs.temperature > 0:
@@ -111,7 +111,7 @@ def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidde
     """Return `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`, in place of the head's logits."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
-        return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # FSDP warns of views
+        return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # a copy, because FSDP warns of views
     mesh = weight.device_mesh
     whole, own, own_bias = (
         _local_part(hidden),
@@ -124,7 +124,7 @@ def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidde
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
+    """Return this rank's part of a DTensor."""
     assert isinstance(tensor, DTensor)
     own: torch.Tensor = tensor.to_local()
     return own
@@ -136,7 +136,7 @@ _heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictio
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Return True if the head is a plain linear layer whose logits the model returns unchanged; tried once, on an id.
+    """Return True if the head is a plain linear layer whose logits the model returns unchanged; tried once, on a token.
 
     The logits themselves are needed if the model scales, caps or masks them, or if the head has an adapter.
     """
@@ -167,11 +167,11 @@ def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _select_positions(
     model: PreTrainedModel, predictor: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Give the model's output layer, within the block, the hidden states `(1, tokens, hidden)` at flat positions.
+    """Within the block, pass the model's output layer only the hidden states at flat positions, `(1, tokens, hidden)`.
 
     The model's own argument `logits_to_keep` selects the same positions in every sequence. Selecting the input of the
     output layer works for any positions and every model, and keeps the model's own changes to its logits. If given,
-    `forward` replaces the layer's own, where the layer's weight is whole.
+    `forward` replaces the layer's own forward, at a time when the layer's weight is whole.
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -188,4 +188,4 @@ def _select_positions(
     finally:
         hook.remove()
         if forward is not None:
-            del layer.forward  # uncovers its class's
+            del layer.forward  # the class's forward is used again

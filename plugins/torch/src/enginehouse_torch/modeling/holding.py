@@ -1,9 +1,10 @@
-"""Holding: the tensors and files of a model's directory, those that a model reads, and those that an export copies.
+"""Holding: the tensors of a model's directory that the model reads, and those that an export copies unchanged.
 
-Each stored tensor is read by the model's class, through the class's own mapping of names; or it is beside what the
-class computes (a prediction head, a vision tower, a further layer) and is written again as it was; or the model is
-rejected. Tensors that the class reads and no text reaches are not trained, and are written again as they were, too.
-`list_companions` lists the files beside the weights that an export copies. All training engines in torch use this.
+The model's class reads a stored tensor through the class's own mapping of names. A tensor that the class does not read
+must belong to a part that the class does not compute (a prediction head, a vision tower, a further layer), else the
+model is rejected. An export copies it unchanged. Tensors that the class reads but no text reaches are not trained, and
+are copied unchanged too. `list_companions` lists the other files that an export copies. All training engines in torch
+use this module.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 VALUE_HEAD = "score"
 """Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
 EARLIER_VALUE_HEAD = "value_head"
-"""Its name in checkpoints of earlier versions."""
+"""Name of the value head in checkpoints of earlier versions."""
 HEADS = frozenset({f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight"})
 
 COPIED = ("*.json", "*.jinja", "*.py", "*.txt", "LICENSE*", "NOTICE*", *TOKENIZER_FILES)
-"""Files of a model's directory that an export copies; of its folders only code and chat templates."""
+"""Files of a model's directory that an export copies; `IN_FOLDERS` are the ones it copies from subfolders."""
 IN_FOLDERS = ("*.py", "*.jinja")
 NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_config.json", "trainer_state.json")
 """Files that an export writes itself, and files of other weights."""
@@ -40,14 +41,14 @@ NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The tensors of a model's directory that the model reads, and those that an export writes again as they were.
+    """The tensors of a model's directory that the model reads, and those that an export copies unchanged.
 
     Attributes:
         path: the directory.
         form: names and parts of the model's tensors in its files.
         aside: tensors that the model does not read.
-        untouched: names of tensors that it reads and no text reaches.
-        twins: further stored names of a tied weight, by the name of the weight source.
+        untouched: names of tensors that the model reads but no text reaches.
+        twins: additional stored names of a tied weight, by the name that the weight source yields.
         unreached: the model's own names of the `untouched` parameters.
     """
 
@@ -63,10 +64,10 @@ class Holding:
         """Compare a model's class, on any device and without adapters, with its directory.
 
         Args:
-            gone: parameters that the model no longer has, because a value head replaced its own.
+            gone: parameters that the model no longer has, because a value head replaced its own head.
 
         Raises:
-            ModelError: a tensor is missing, or makes another model than the one the class computes, or the files hold
+            ModelError: a tensor is missing, or belongs to a model that the class does not compute, or the files hold
                 two different tensors that the config ties.
         """
         path = Path(spec.path)
@@ -91,13 +92,13 @@ class Holding:
     def from_names(
         cls, spec: ModelSpec, read: Set[str], tied: Mapping[str, str], gone: Set[str], whose: tuple[str, str]
     ) -> Holding:
-        """Compare the names that an engine with its own models reads with a model's directory; errors as `from_model`.
+        """Compare a directory with the names that an engine with its own models reads; raise as `from_model` does.
 
         Args:
             spec: the model.
             read: names of the stored tensors that the engine reads.
-            tied: names of tensors that another one replaces, and the names of those.
-            gone: names of those that a value head replaces.
+            tied: names of tied tensors, and for each the name of the tensor that replaces it.
+            gone: names of tensors that a value head replaces.
             whose: the reader, and the advice for a tensor that it does not know, for messages.
         """
         path = Path(spec.path)
@@ -108,7 +109,7 @@ class Holding:
         return cls(path=path, form=StoredForm({}), aside=describe_tensors(path, unread), twins=twins)
 
     def find_missing(self, model: PreTrainedModel) -> list[str]:
-        """List the tensors that a model's parameters consist of and the directory does not hold."""
+        """List the tensors that a model's parameters need and the directory does not hold."""
         stored = stored_names(self.path)
         state = unique_state(model, stored)
         own = [name for name, _ in model.named_parameters() if name in state and name != f"{VALUE_HEAD}.weight"]
@@ -135,21 +136,21 @@ class Holding:
                 )
 
     def describe_export(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
-        """Describe all tensors of an export, from those of a weight source, in the order of `complete`."""
+        """Describe all tensors of an export in the order of `complete`, given those of a weight source."""
         for meta in parameters:
             yield meta
             yield from (replace(meta, name=twin) for twin in self.twins.get(meta.name, ()))
         yield from self.aside
 
     def complete(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of an export: those of a weight source, and those that stay as the directory has them.
+        """Yield all tensors of an export: those of a weight source, and those copied from the directory.
 
         Args:
             weights: the tensors of a weight source.
-            reads: False on a rank that writes nothing; it yields other tensors in place of those read from files.
+            reads: False on a rank that writes nothing; it gets placeholders instead of tensors read from files.
 
         Raises:
-            ModelError: the directory no longer holds one of them.
+            ModelError: the directory no longer holds a tensor that it held.
         """
         for name, tensor in weights:
             yield name, read_tensor(self.path, name) if reads and name in self.untouched else tensor
@@ -158,7 +159,7 @@ class Holding:
             yield meta.name, read_tensor(self.path, meta.name) if reads else torch.empty(0)
 
     def notes(self) -> list[str]:
-        """Describe the tensors that are not trained, a sentence each."""
+        """Describe the tensors that are not trained, one sentence each."""
         sentences = []
         if self.aside:
             summary = _summarize(meta.name for meta in self.aside)
@@ -182,11 +183,11 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 def check_unread(
     unread: Set[str], read: Set[str], path: Path, whose: tuple[str, str], of_no_use: re.Pattern[str]
 ) -> None:
-    """Reject unread tensors that belong to a part of the model of which other tensors are read.
+    """Reject unread tensors in a part of the model of which other tensors are read.
 
-    A tensor beside a read one of the same module (a bias), or in the same numbered block (a norm of a layer), is a part
-    of what the model computes, so without it this is another model. A separate block or head is not, nor is a tensor
-    that no computation needs, by the pattern `of_no_use`. `whose` is the reader, and advice, for the message.
+    A tensor in the same module as a read tensor (a bias), or in the same numbered block (a layer's norm), belongs to
+    what the model computes, so without it this is another model. A tensor in a separate block or head does not, nor
+    does a tensor that no computation needs (pattern `of_no_use`). `whose` is the reader, and advice, for the message.
 
     Raises:
         ModelError: there are such tensors; the message names them.
@@ -214,7 +215,7 @@ def _unused_pattern(model: PreTrainedModel) -> re.Pattern[str]:
 
 
 def find_unreached(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters beside the decoder, which no text reaches, of a model that also sees or hears."""
+    """Return the parameters outside the decoder, which no text reaches, of a model that also sees or hears."""
     if model.config.get_text_config() is model.config:
         return frozenset()
     parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
@@ -223,16 +224,16 @@ def find_unreached(model: PreTrainedModel) -> frozenset[str]:
 
 
 def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Exclude parameters from training; no optimizer holds state of them."""
+    """Exclude parameters from training, so that no optimizer holds state for them."""
     for name in names:
         model.get_parameter(name).requires_grad_(False)
 
 
 def _find_twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Path) -> dict[str, tuple[str, ...]]:
-    """Find tied weights that are stored under several names, `stored_as` by their names in the model.
+    """Find tied weights that are stored under several names; `stored_as` maps names in the model to stored names.
 
     Returns:
-        The further stored names, by the one that a weight source yields.
+        The additional stored names, by the stored name that a weight source yields.
 
     Raises:
         ModelError: the stored tensors differ.
@@ -244,8 +245,8 @@ def _find_twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Pat
             if not torch.equal(read_tensor(path, name), read_tensor(path, twin)):
                 raise ModelError(
                     f"config.json in {str(path)!r} says tie_word_embeddings, so that {name} and {twin} are one weight, "
-                    "and the files hold two that differ: engines read such a model in different ways. Set "
-                    "tie_word_embeddings to false in config.json, or take the one that is not meant out of the files"
+                    "but the files hold two different ones, and engines read such a model in different ways. Set "
+                    "tie_word_embeddings to false in config.json, or remove the wrong tensor from the files"
                 )
             twins[name] = (*twins.get(name, ()), twin)
     return twins
@@ -288,7 +289,7 @@ DTYPES = {
 
 
 def _summarize(names: Iterable[str]) -> str:
-    """Summarize tensors by the begin of their names up to the first number: `36 tensors (mtp, model.visual)`."""
+    """Summarize tensors by their names up to the first number: `36 tensors (mtp, model.visual)`."""
     names = list(names)
     prefixes = {
         re.split(r"\.\d+\.", name)[0] if re.search(r"\.\d+\.", name) else name.rpartition(".")[0] for name in names

@@ -30,12 +30,12 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     """Load the model of `spec` onto `device`, in evaluation mode (no dropout), every weight from the checkpoint.
 
     With `spec.head == "value"` the model has the submodule `score` in place of the language model's own head, a
-    `torch.nn.Linear(hidden, 1)` without bias: from the checkpoint if that has `score.weight`, else zeros.
+    `torch.nn.Linear(hidden, 1)` without bias: `score.weight` of the checkpoint if it has one, else zeros.
 
     Raises:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
-            language model, lacks weights, holds some that belong to another model, or has some that are not finite;
-            the cause is chained.
+            language model, or lacks weights, or holds weights that belong to another model or are not finite; the
+            cause is chained.
     """
     return load_with_holding(spec, device)[0]
 
@@ -47,7 +47,7 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
 
     check_kind(spec)
     with explain_errors(spec), quiet_transformers():
-        from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
+        from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type omits the loading info
         model, loaded = from_pretrained(
             str(path),
             dtype=getattr(torch, spec.dtype),
@@ -71,9 +71,9 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
 
 
 def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
-    """Build a model's class without its weights, float32; errors as `load_model`.
+    """Build a model in float32 without its weights; raise as `load_model` does.
 
-    Parameters are created within `empty`, or on the meta device if it is None, then buffers too.
+    Parameters are created within `empty`. If it is None, parameters and buffers are on the meta device.
     """
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
         Its config.
 
     Raises:
-        ModelError: it is for another task, or its attention is bidirectional or missing.
+        ModelError: the model is for another task, or its attention is bidirectional or missing.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 
@@ -143,10 +143,10 @@ def explain_errors(spec: ModelSpec) -> Iterator[None]:
 
 
 def model_directory(spec: ModelSpec) -> Path:
-    """Return the directory of a model, after checking its files and that no other head is in the place of a value head.
+    """Return a model's directory after checking its files, and that it has no other head in place of a value head.
 
     Raises:
-        ModelError: it is missing, or holds no config or no weights, or a head that is not a value head.
+        ModelError: the directory is missing, holds no config or no weights, or has a head that is not a value head.
     """
     path = Path(spec.path)
     if not path.is_dir():
@@ -177,7 +177,7 @@ def _check_value_head(path: Path) -> None:
     if reason:
         raise ModelError(
             f"the head in {str(path)!r} is no value head: {reason}; a value head is {VALUE_HEAD}.weight of the shape "
-            "(1, hidden) without a bias, as of transformers' ForSequenceClassification with num_labels=1"
+            "(1, hidden) without a bias, as in transformers' ForSequenceClassification with num_labels=1"
         )
 
 
@@ -205,11 +205,11 @@ def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype |
 def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     """Return the checkpoint's value head, `(1, hidden)`, or zeros if it has none.
 
-    A new critic begins at 0 because its values enter the advantages: where rewards are rare and advantages normalised,
-    the first steps would train on nothing but noise.
+    A new critic begins at 0 because its values enter the advantages. With other values, the first steps would train on
+    nothing but noise where rewards are rare and advantages normalised.
 
     Raises:
-        ModelError: the checkpoint's has another shape.
+        ModelError: the checkpoint's value head has another shape.
     """
     names = (f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight")
     path = Path(spec.path)

@@ -1,4 +1,4 @@
-"""Keeping the host's freed memory, and the error of running out of memory on host or device."""
+"""Keeps the host's freed memory, and turns running out of memory, on host or device, into one error."""
 
 from __future__ import annotations
 

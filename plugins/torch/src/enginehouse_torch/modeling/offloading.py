@@ -1,11 +1,11 @@
-"""Offloading of a training engine's state: the same tensors, whose memory is freed and later filled again.
+"""Offloads a training engine's state: frees the memory of tensors, and later fills the same tensors again.
 
 A storage is freed and refilled in place, so that everything that refers to it stays valid: views, tied parameters, the
-optimizer, FSDP. Meanwhile its content lies
+optimizer, FSDP. Offloaded content of
 
-* for a GPU: in pinned host memory, which is kept for the next time;
-* for a CPU: in an unnamed file in the directory of temporary files (`TMPDIR`), because there is no other memory. If
-  that directory is in memory itself, nothing is gained.
+* a GPU is in pinned host memory, which is kept for the next time;
+* a CPU is in an unnamed file in the directory of temporary files (`TMPDIR`), because there is no other memory. If that
+  directory is itself in memory, offloading saves nothing.
 
 Content that is all zero, like gradients between two steps, is not written.
 """
@@ -30,13 +30,13 @@ TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer")
 
 
 class Offloading:
-    """Moves the parameters, gradients and optimizer state of a model away and back.
+    """Offloads the parameters, gradients and optimizer state of a model, and loads them back.
 
     Args:
         state: returns the current tensors of each tag. A storage with two tags belongs to the first.
-        device: only tensors on it are put away.
+        device: only tensors on this device are offloaded.
         where: the rank, for messages.
-        during: guards allocations, given a description, as `MemoryGuard.during`.
+        during: context around allocations, given a description, as `MemoryGuard.during`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Offloading:
         self._rooms = {tag: HostRoom(pinned=True) for tag in TAGS} if device.type == "cuda" else {}
 
     def offload(self, tags: tuple[str, ...]) -> None:
-        """Put away the tensors of `tags`; the device's memory is free on return.
+        """Offload the tensors of `tags`; their memory on the device is free on return.
 
         Raises:
-            EnginehouseError: a tag is unknown, or there is no room for it; a tag's tensors that were put away are back.
+            EnginehouseError: a tag is unknown, or there is no room for its tensors, which are then all back.
         """
         missing = [tag for tag in self._expand(tags) if tag not in self._away]
         if not missing:
@@ -65,7 +65,7 @@ class Offloading:
             seen |= new_storages.keys()
             if tag not in missing:
                 continue
-            with self._during("putting state away"):
+            with self._during("offloading state"):
                 self._away[tag] = self._put_away(new_storages.values(), self._rooms.get(tag))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -73,19 +73,19 @@ class Offloading:
             give_back_freed_memory()
 
     def onload(self, tags: tuple[str, ...]) -> None:
-        """Bring back the tensors of `tags`.
+        """Load the tensors of `tags` back.
 
         Raises:
             EnginehouseError: a tag is unknown.
         """
         for tag in self._expand(tags):
-            with self._during("bringing back what was offloaded"):
+            with self._during("loading offloaded state back"):
                 for stored in self._away.get(tag, ()):
                     stored.bring_back()
             self._away.pop(tag, None)
 
     def _put_away(self, storages: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[OffloadedStorage]:
-        """Put away all storages, or none if one fails."""
+        """Offload all storages, or none if one fails."""
         done: list[OffloadedStorage] = []
         try:
             if room is not None:
@@ -119,9 +119,10 @@ class Offloading:
 
 
 class HostRoom:
-    """Host memory for offloaded storages, kept for the next time.
+    """Host memory for offloaded storages, kept between offloads.
 
-    It is allocated in pieces of `piece_bytes`, a power of two, because torch rounds each pinned tensor up to one.
+    It is allocated in pieces of `piece_bytes`, a power of two, because torch rounds each pinned tensor up to a power
+    of two.
     """
 
     def __init__(self, pinned: bool, piece_bytes: int = 2**26):
@@ -198,7 +199,7 @@ def _write_file(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
     except OSError as error:
         file.close()
         raise EnginehouseError(
-            f"{where}: there is no room in {tempfile.gettempdir()} for what is put away; set TMPDIR to a directory "
+            f"{where}: there is no room in {tempfile.gettempdir()} for offloaded state; set TMPDIR to a directory "
             f"with more: {error}"
         ) from error
     return file
@@ -210,7 +211,7 @@ def _view_memory(storage: torch.UntypedStorage) -> memoryview:
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors on a device, each once, by a stable key; of sharded tensors this rank's part."""
+    """Return the storages of tensors on a device, each once, by a stable key; a sharded tensor has only this rank's."""
     by_key = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

@@ -7,10 +7,10 @@ Three savings, none of which changes a result:
 * Rows that begin with the same prompt are laid out as a tree: the prompt once, then each continuation, with positions
   that continue those of the prompt and an attention mask that hides the continuations from one another.
 
-Trees are either padded and stacked, or packed into one sequence without padding (`attention` chooses). The mask of
-padded trees has the square of their tokens in elements; that of one sequence is described by segments and by blocks.
+Trees are either padded and stacked, or packed into one sequence without padding (`attention` chooses). The mask of a
+padded tree has an element for each pair of tokens. Segments and blocks describe the mask of a packed sequence.
 
-This module decides and indexes, in numpy on the CPU; it knows nothing of models.
+This module only plans layouts, in numpy on the CPU; it knows nothing of models.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 MAX_TREE_TOKENS = 4096
-"""Longest padded tree, because its mask has the square of its tokens in elements."""
+"""Maximum tokens of a padded tree, because its mask has an element for each pair of tokens."""
 WORTH_IT = 0.9
-"""Rows become a tree if it costs at most this fraction of the rows apart, because any mask slows attention down."""
+"""Rows become a tree if it costs at most this fraction of separate rows, because any mask slows attention down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class TreeLayout:
         predictor: for each needed token, the flat input position whose output predicts it.
         needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
         packed: tokens of each tree of the one sequence; None if each tree is a padded sequence.
-        rows: number of tokens of each tree's row, and of those in the layout; None if a tree has several rows.
+        rows: for each tree, the length of its row and its number of tokens in the layout; None if a tree has several
+            rows.
     """
 
     tokens: Indices
@@ -71,7 +72,7 @@ class TreeLayout:
     rows: tuple[tuple[int, int], ...] | None = None
 
     def attention_allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return which position may attend to which, `(sequences, 1, length, length)`; None if causal or packed."""
+        """Return the mask of allowed attention, `(sequences, 1, length, length)`; None if causal or packed."""
         if self.branch is None or self.packed is not None:
             return None
         query, key = self.branch[:, :, None], self.branch[:, None, :]
@@ -80,7 +81,7 @@ class TreeLayout:
         return allowed[:, None]
 
     def segments(self) -> tuple[Indices, Indices]:
-        """Return for each position of one sequence its segment, and that of the prompt it continues; both `(length,)`.
+        """Return each position's segment in a packed sequence, and that of the prompt it continues; both `(length,)`.
 
         A segment is a shared prompt, or the rest of a row; segments are numbered in order. Without a shared prompt both
         results are equal. A position attends to earlier positions of either segment, and to itself.
@@ -93,21 +94,21 @@ class TreeLayout:
         return own, np.where(branch[begins][tree] == 0, own[begins][tree], own)
 
     def blocks(self, size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return which blocks of one sequence's positions may attend to which; both `(blocks, blocks)`, queries first.
+        """Return which pairs of blocks of a packed sequence may attend; both `(blocks, blocks)`, queries first.
 
         Args:
-            size: positions of a block; the last may have fewer.
+            size: positions per block; the last block may have fewer.
 
         Returns:
-            Pairs of blocks in which some position may attend to another, and a few in which none does; and pairs in
-            which each of the first may attend to each of the second.
+            The pairs in which some query may attend to some key, with a few more; and the pairs in which every query
+            may attend to every key.
         """
         own, prompt = self.segments()
         first = np.arange(0, len(own), size)
         last = np.minimum(first + size, len(own)) - 1
         query, key = np.s_[:, None], np.s_[None, :]
         before = np.tri(len(first), k=-1, dtype=bool)
-        in_own = own[last][key] >= own[first][query]  # numbers ascend, and keys stand before
+        in_own = own[last][key] >= own[first][query]  # segment numbers ascend, and keys come first
         in_prompt = (own[last][key] >= prompt[first][query]) & (own[first][key] <= prompt[last][query])
         some = before & (in_own | in_prompt) | np.eye(len(first), dtype=bool)
         one_key = (own[first] == own[last])[key]
@@ -121,7 +122,7 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a batch, as the layout needs them; all arrays are over rows but `needed` and `needed_rows`.
+    """The rows of a batch, for a layout. `needed` and `needed_rows` have an entry per needed token, others per row.
 
     Attributes:
         starts: index of each row's first token in the flat tokens.
@@ -170,7 +171,7 @@ def plan_trees(
     Args:
         rows: the batch's rows. A row's prompt is everything before its first needed token.
         ids: flat token ids.
-        max_tokens: most tokens of a tree of several rows.
+        max_tokens: maximum tokens of a tree of several rows.
         attention_cost: cost of one token attending to another, relative to all other costs of a token.
         share_prompts: False: every row is a separate tree.
         mask_cost: cost of an element of a tree's mask, in the same unit; None: trees have no masks, and only allowed
@@ -202,7 +203,7 @@ def plan_trees(
 def _cheapest_width(
     rows: int, prompt: int, continuation: float, attention_cost: float, mask_cost: float | None, most: int
 ) -> int:
-    """Return how many of `rows` to put in a tree: more repeat the prompt less often, but a mask's square is larger."""
+    """Return the cheapest number of rows per tree: larger trees repeat the prompt less often but have larger masks."""
 
     def cost(width: int) -> float:
         tokens = prompt + width * continuation

@@ -117,7 +117,7 @@ class Ranks:
     def left_if_alone(self) -> Iterator[None]:
         """Leave the group if the block, for instance a setup, fails, so that the process's next user can create one.
 
-        Does nothing with several ranks: the others may wait in a collective, and the end of this process tells them.
+        Does nothing with several ranks: other ranks may wait in a collective, which the end of this process ends.
         """
         try:
             yield

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from enginehouse_torch.modeling.heads import ModelInput
 
 _length_dependent: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
-"""The length-dependent rotary modules of each model that was searched."""
+"""Cached results of `find_length_dependent`."""
 
 
 def find_length_dependent(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -45,16 +45,15 @@ def compute_rows_alone(model: torch.nn.Module, inputs: ModelInput) -> Iterator[N
         yield
     finally:
         for module in modules:
-            del module.forward  # its class's is there again
+            del module.forward  # the class's forward is used again
 
 
 def _compute_each_row(
     module: torch.nn.Module, inputs: ModelInput, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the rotary module's output row by row, for rows below one another or behind one another.
+    """Return the rotary module's output row by row, for stacked or for packed rows, in place of the module's `forward`.
 
-    It replaces the module's `forward`. `x` gives dtype and device; `position_ids` are ignored, because rows that share
-    no prompt count from 0.
+    `x` gives dtype and device; `position_ids` are ignored, because rows that share no prompt count from 0.
     """
     run = type(module).forward
     if x.shape[:2] != inputs.ids.shape or inputs.rows is None:
@@ -74,10 +73,10 @@ def _compute_each_row(
 def _compute_row(
     module: torch.nn.Module, x: torch.Tensor, whole: int, tokens: int, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Return the module's output for the first `tokens` positions of a row of `whole` tokens that is alone."""
+    """Return the module's output for the first `tokens` positions of a separate row of `whole` tokens."""
     _forget_earlier_rows(module)
     positions = torch.arange(tokens, device=x.device).clamp_(max=whole - 1)
-    last = torch.full((1,), whole - 1, device=x.device)  # the module looks at the largest
+    last = torch.full((1,), whole - 1, device=x.device)  # the module uses the largest position
     output = type(module).forward(module, x, torch.cat([positions, last])[None], *args, **kwargs)
     return tuple(part[:, :-1] for part in (output if isinstance(output, tuple) else (output,)))
 

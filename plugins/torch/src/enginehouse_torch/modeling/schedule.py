@@ -38,11 +38,10 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, float]:
-    """Return each parameter's factor of the learning rate: the factor of the first pattern that matches its name, else
-    1.
+    """Return each parameter's learning rate factor: that of the first pattern that matches its name, or 1.
 
     Raises:
-        ConfigError: a pattern matches none.
+        ConfigError: a pattern matches no parameter.
     """
     factors = dict.fromkeys(names, 1.0)
     for pattern, factor in reversed(options.lr_groups.items()):

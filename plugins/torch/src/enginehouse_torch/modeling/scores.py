@@ -1,8 +1,8 @@
 """Logprobs and entropies from hidden states and the weight of a language model's head, a block of logits at a time.
 
-Logits that fit one block are kept for the backward pass. Otherwise none are: forward computes blocks of tokens, each
-with its whole vocabulary; backward computes them again in blocks of the vocabulary, each with all tokens. So every row
-of the weight's gradient is one matrix product, rounded once, and nothing else of its size exists.
+If all logits fit one block, they are kept for the backward pass. Otherwise forward computes blocks of tokens, each with
+the whole vocabulary, and backward computes the logits again in blocks of the vocabulary, each with all tokens. Every
+row of the weight's gradient is therefore one matrix product, rounded once, and no other tensor of its size exists.
 
 Ranks may share the vocabulary (the vocabulary-parallel cross entropy of Megatron-LM, Shoeybi et al. 2019, section 3);
 no rank then sees a whole row of logits.
@@ -217,9 +217,9 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
 
     Args:
         logits: not changed.
-        column: int64 `(tokens,)`, the target's.
-        stats: `(4, tokens)`, written: the largest logit, and of the logits minus it the sum of exponentials, the
-            target's, and the sum weighted by the exponentials, which stays 0 without entropy.
+        column: int64 `(tokens,)`, the column of each target.
+        stats: `(4, tokens)`, written: the largest logit; and after subtracting it from the logits, the sum of their
+            exponentials, the target's logit, and the sum weighted by the exponentials, which stays 0 without entropy.
         with_entropy: True if the last of `stats` is computed.
     """
     lowest = torch.finfo(logits.dtype).min
@@ -284,12 +284,12 @@ def _cut(length: int, each: int) -> Iterator[slice]:
 
 
 def _block_size(other: int) -> int:
-    """Return how many rows a block of `other` columns has, or columns of rows; several whole tiles of 64 if it can."""
+    """Return how many rows fit a block of `other` columns, or columns of rows; a multiple of 64 if more than 64 do."""
     most = max(1, BLOCK // max(1, other))
     return most - most % 64 if most > 64 else most
 
 
 def _cut_rows(logits: torch.Tensor) -> Iterator[slice]:
-    """Cut the rows of logits into those that are scored at once."""
+    """Cut the rows of logits into slices that are scored at once."""
     elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
     return _cut(len(logits), elements // max(1, logits.shape[-1]))

@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logprob that rounding explains: in bfloat16, two steps between logits of 16 to 32."""
 
 CLEARLY = 10.0
-"""A tree's difference from the rows apart, times this, must not exceed that of mixed-up rows."""
+"""A tree's difference from separate rows, times this, must not exceed the difference of mixed-up rows."""
 
 MASK_ELEMENT = 2e5
 """Multiplications that a GPU could do while its host writes an element of a dense mask, in about 3 ns. An estimate for
@@ -74,13 +74,13 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 def try_attention(
     model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionChoices, bool]:
-    """Choose how a model's rows attend, for option `wanted`, without functions that turn out to compute something else.
+    """Choose a model's attention for the option `wanted`, without functions that give this model other results.
 
     Returns:
         The attention of packed rows, and whether prompts are shared.
 
     Raises:
-        ConfigError: the function that `wanted` names, other than by `"auto"`, does not work.
+        ConfigError: `wanted` names a function that does not work for this model.
     """
     chosen = choose_attention(wanted, device, dtype)
     share_prompts = share_prompts and not find_length_dependent(
@@ -105,10 +105,10 @@ def can_share_prompts(
 ) -> bool:
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
-    The config must promise full attention in every layer. Then two short rows must score the same as a tree and apart,
+    The config must promise full attention in every layer. Two short rows must score the same in a tree as separately,
     up to the rounding of `dtype` (None: that of the parameters), and differently if the second row sees the first. A
-    recurrent model, or one that derives positions from elsewhere, fails. A padded tree is tried if `attention` has no
-    function for trees.
+    recurrent model fails, as does a model that derives positions from elsewhere. If `attention` has no function for
+    trees, the tree is padded.
     """
     return _computes_the_same(model, dtype or model.dtype, attention, "trees")
 
@@ -116,7 +116,7 @@ def can_share_prompts(
 def _computes_the_same(
     model: PreTrainedModel, dtype: torch.dtype, attention: AttentionChoices, what: Literal["rows", "trees"]
 ) -> bool:
-    """Return True if rows score the same as `what`, packed as `attention` says, and apart."""
+    """Return True if separate rows score the same as `what`, packed as `attention` says."""
     config = model.config.get_text_config()
     if not attends_to_all(config):
         return False
@@ -132,7 +132,7 @@ def _computes_the_same(
     finally:
         attend_by(model, PADDED_ATTENTION)
     if not (difference <= TOLERANCE.get(dtype, 0.0) and CLEARLY * difference <= mistake):
-        logger.log(level, "%s are not computed by %s: %g off, and %g if mixed up", what, label, difference, mistake)
+        logger.log(level, "%s are not computed by %s: off by %g, mixed-up rows by %g", what, label, difference, mistake)
         return False
     return True
 
@@ -141,10 +141,10 @@ def _computes_the_same(
 def _probe(
     model: PreTrainedModel, vocabulary: int, attention: AttentionChoices, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
-    """Return the largest differences of logprobs of two rows apart from those as `what`, and from those as one row.
+    """Return the largest logprob differences of two separate rows from `what`, and from both rows as one row.
 
-    The first row's response has `long` tokens, because below a block `flex_attention` uses other kernels on a GPU than
-    in training.
+    The first row's response has `long` tokens, because on a GPU `flex_attention` uses other kernels below one block
+    than in training.
     """
     prompt, first, second = [1, 2, 3, 4], list(range(12, 12 + long)), [8, 9, 10, 11]
     has_values = hasattr(model, VALUE_HEAD)

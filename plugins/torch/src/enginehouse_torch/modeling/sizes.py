@@ -10,24 +10,24 @@ from enginehouse.engines.memory import ModelShape
 __all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
 
 BLOCK = 1 << 27
-"""Most logits that exist at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
+"""Maximum number of logits that exist at once: in float32 512 MiB, or 832 tokens of a vocabulary of 152,064."""
 SCORED_AT_ONCE_ELSEWHERE = 1 << 25
 """Logits of a block that are scored at once on a device that `scores.SCORED_AT_ONCE` does not list."""
 
 CPU_PASS_BYTES = 1 << 30
-"""Bytes that a pass on a CPU keeps for its backward pass, about."""
+"""Approximate bytes that a pass on a CPU keeps for its backward pass."""
 MOST_CPU_TOKENS, LEAST_CPU_TOKENS = 4096, 256
-"""Bounds of the padded tokens of a pass on a CPU: more save no time, and with less the weights are read too often."""
+"""Bounds of the padded tokens of a pass on a CPU: more save no time, and fewer would read the weights too often."""
 LITTLE_BYTES = 1 << 26
-"""Memory that an engine on a CPU keeps between its calls rather than give it back: fresh pages would cost more."""
+"""Bytes of memory that an engine on a CPU keeps between its calls, because fresh pages would cost more time."""
 
 
 def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
-    """Return the most padded tokens of a pass on a CPU, a longer row excepted; more would take memory and save no time.
+    """Return the maximum padded tokens of a pass on a CPU, unless a single row is longer. More would save no time.
 
     Args:
         shape: the model's shape; None if its config does not state it.
-        itemsize: bytes of an element of the dtype that it computes in.
+        itemsize: bytes of an element of the dtype that the model computes in.
     """
     if shape is None:
         return MOST_CPU_TOKENS
@@ -40,7 +40,7 @@ def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
 
     Args:
         shape: the model's shape.
-        itemsize: bytes of an element of the dtype that it computes in.
+        itemsize: bytes of an element of the dtype that the model computes in.
         split: ranks that split each matrix.
     """
     norm = 4 + 2 * itemsize  # the float32 input, the normalised one, and that times the weight
@@ -51,14 +51,14 @@ def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
 
 
 def block_backward_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
-    """Return the most bytes, beside `block_bytes`, of a block's backward pass for one token: in the feed-forward."""
+    """Return the peak bytes for one token that a block's backward pass (its feed-forward) adds to `block_bytes`."""
     return itemsize * (3 * shape.feed_forward // split - shape.hidden)
 
 
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, itemsize: int, *, trained: bool = True, entropy_gradient: bool = False
 ) -> int:
-    """Return the most GPU memory that `modeling.scores` takes beside states, weight and targets.
+    """Return the peak GPU memory of `modeling.scores` beside states, weight and targets.
 
     It counts the gradients of states and weight, which stay, and ignores single numbers per token.
 

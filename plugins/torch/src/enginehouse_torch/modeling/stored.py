@@ -1,8 +1,8 @@
 """The form of a model's weights in its Hugging Face checkpoint, if transformers runs them in another form.
 
-Experts are the main case: a checkpoint holds three matrices for each of them, the model one tensor of all experts'
-gate and up projections and one of their down projections. Every stored tensor then consists of rows of one of the
-model's tensors, so it can be read and written in place, as a view.
+Experts are the main case. A checkpoint holds three matrices for each expert. The model holds one tensor with the gate
+and up projections of all experts, and one with their down projections. Every stored tensor then consists of rows of one
+of the model's tensors, so it can be read and written in place, as a view.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StoredPart:
 
     Attributes:
         name: its name in the checkpoint.
-        entry: entry of the model's tensor that it lies in (first dimension); None: it is the whole tensor.
-        rows: its first row in that entry (second dimension), and the one after its last.
+        entry: index of the part in the first dimension of the model's tensor; None: it is the whole tensor.
+        rows: first row of the part in the second dimension, and the row after its last.
     """
 
     name: str
@@ -59,7 +59,7 @@ class StoredForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: frozenset[str]) -> StoredForm:
-        """Ask transformers for the form, by storing row numbers in place of the rows.
+        """Find the form by letting transformers store row numbers in place of the rows.
 
         Args:
             model: on any device, the meta device included, because its values are not read.
@@ -112,7 +112,7 @@ class StoredForm:
 
 
 def _locate(model: PreTrainedModel, stored_name: str, rows: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
-    """Return the part of a model's tensor with row numbers `own` that has the row numbers `found`."""
+    """Return the part of a model's tensor, with row numbers `own`, that has the row numbers `rows`."""
     if torch.equal(rows, own):
         return StoredPart(stored_name)
     if own.dim() == 3 and rows.dim() == 2:

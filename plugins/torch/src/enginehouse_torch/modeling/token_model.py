@@ -1,7 +1,6 @@
 """A causal LM that takes batches and returns per-token outputs and gradients, in micro-batches under a token budget.
 
-All training engines in torch use it, whatever they do to the model's parameters and gradients. Results never depend on
-how a batch was cut.
+All training engines in torch use it. Results never depend on how a batch was cut.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ class TokenModel:
     Args:
         model: the model, with or without a value head (`enginehouse_torch.modeling.loading`).
         device: the device that it computes on.
-        tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
+        tokens_per_microbatch: maximum padded tokens of one forward pass, unless a single row is longer.
         share_prompts: True if rows with the same prompt may compute it once, provided that the model supports it.
         dtype: the dtype that the model computes in; None: that of its parameters.
-        attention: the option `attention` (`sharing.try_attention`); not `"sdpa"`: changes the model's own.
+        attention: the option `attention` (`sharing.try_attention`); any but `"sdpa"` changes the model's attention.
         passes: for ranks that must run the model together (sharded parameters): maps this rank's number of forward
-            passes to that of all ranks. A rank runs its additional passes on one token, which counts nothing.
+            passes to that of all ranks. A rank runs its additional passes on one token, which does not count.
         during: entered around each pass and each loss, with a description of it (`MemoryGuard.during`).
 
     Attributes:
@@ -156,7 +155,7 @@ class TokenModel:
         return merge_metrics(metrics), weight
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
-        """Cut a batch so that no forward pass has more padded tokens than the budget, a longer row excepted."""
+        """Cut a batch so that no forward pass has more padded tokens than the budget, unless a single row is longer."""
         ids = batch.ragged("input_ids")
         mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
         rows = BatchRows.from_offsets(ids.offsets.numpy(), mask)
@@ -196,7 +195,7 @@ class TokenModel:
         return model_input(layout, flat_ids, self.device, self._attention)
 
     def _idle_input(self) -> ModelInput:
-        """Return one token, of which nothing is needed."""
+        """Return an input of one token that needs no output."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         return ModelInput(torch.zeros((1, 1), dtype=torch.int64, device=self.device), None, None, none, none)
 

@@ -1,4 +1,4 @@
-"""From a batch to the token ids of an engine, and from its outputs to the view that a loss gets."""
+"""Converts a batch to an engine's token ids, and the engine's outputs to the view that a loss gets."""
 
 from __future__ import annotations
 

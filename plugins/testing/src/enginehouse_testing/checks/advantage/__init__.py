@@ -9,7 +9,7 @@ from enginehouse_testing.check import EXACT, Checks, Measured, wrong
 from enginehouse_testing.samples import with_others_changed, with_silent
 
 ROUNDING = 1e-5
-"""Tolerance of sums in float32 that are added up in another order."""
+"""Tolerance of float32 sums whose terms are added in another order."""
 
 CHECKS = Checks(tolerance=ROUNDING)
 

@@ -15,12 +15,12 @@ from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 
 BLOCKED_SECONDS = 0.25
-"""Longest time an environment may keep the event loop, on the best of `TRIES` plays."""
+"""Longest time an environment may block the event loop, in the best of `TRIES` plays."""
 TRIES = 3
 TURNS_APART = 100
-"""Turns of the event loop between requests that are to end one after the other."""
+"""Turns of the event loop between the ends of two requests."""
 CANCEL_SECONDS = 5.0
-"""Longest time an environment may take to end once it is cancelled."""
+"""Longest time in which an environment may end after it is cancelled."""
 
 CHECKS = Checks()
 
@@ -46,7 +46,7 @@ def _tokens(trial: EnvironmentTrial) -> str:
 
 
 def _mistake_in(episodes: Sequence[Episode], drawn: DrawnTokens | None, task: Task) -> str:
-    """Return the reason for which a run would reject the episodes; empty if it would train on them."""
+    """Return the reason why a run would reject the episodes; empty if the run would train on them."""
     try:
         EpisodeChecks("under test").check(episodes, SAMPLES, drawn, f"task {task.serial}")
     except MalformedEpisode as error:

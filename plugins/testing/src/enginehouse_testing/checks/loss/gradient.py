@@ -11,8 +11,8 @@ from enginehouse_testing.loss_trial import LossTrial, OtherWay, Stopped
 from enginehouse_testing.samples import now
 
 STEPS = (3e-2, 1e-2, 3e-3)
-"""Each token is judged by the nearest of its differences, to both sides or to one: a large step may go over a kink, and
-of a small step only rounding is left."""
+"""A token's gradient is compared with the nearest of its differences, one-sided and two-sided: a large step may cross a
+kink, and a small step leaves only rounding."""
 
 ROWS = 5
 

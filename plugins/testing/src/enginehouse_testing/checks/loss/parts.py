@@ -9,7 +9,7 @@ from enginehouse_testing.loss_trial import LossTotals, LossTrial, problems_of
 from enginehouse_testing.samples import with_longer_prompts, with_others_changed, with_silent
 
 ROUNDING = 1e-5
-"""Tolerance of sums in float32 that are added up in another order."""
+"""Tolerance of float32 sums whose terms are added in another order."""
 
 CHECKS = Checks(tolerance=ROUNDING)
 

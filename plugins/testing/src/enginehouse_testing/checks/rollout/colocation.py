@@ -1,4 +1,4 @@
-"""Checks that a rollout engine takes and changes nothing in a training engine's process."""
+"""Checks that a rollout engine takes over and changes nothing in a training engine's process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
 class ToyTrainer:
-    """Trains a toy model by steps that draw from the process's seeds and sum over its process group."""
+    """Trains a toy model by steps that use the process's random numbers and sum over its process group."""
 
     def __init__(self) -> None:
         torch.manual_seed(SEED)
@@ -37,7 +37,7 @@ class ToyTrainer:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.05)
 
     def step(self) -> float:
-        """Train on a random batch; returns the loss, after a sum over the group."""
+        """Train on a random batch; return the loss, summed over the group."""
         scale = random.random() + np.random.random()
         loss = self._model(torch.randn(32, 16)).square().mean() * scale
         self._optimizer.zero_grad()
@@ -49,7 +49,7 @@ class ToyTrainer:
 
 
 def process_state() -> dict[str, Any]:
-    """Return the state that an engine must leave as it is in its process, by name."""
+    """Return the state that an engine must leave unchanged in its process, by name."""
     state: dict[str, Any] = {
         "torch's threads": torch.get_num_threads(),
         "torch's threads between operations": torch.get_num_interop_threads(),
@@ -76,7 +76,7 @@ def _digest(content: bytes) -> str:
 
 
 async def _colocate(replica: ReplicaTrial) -> tuple[list[str], list[SampledCompletion]]:
-    """Run an engine's life between the steps of a trainer, and the same steps without it."""
+    """Run an engine's life between the steps of a trainer, and the same steps without the engine."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mistakes: list[str] = []
     try:

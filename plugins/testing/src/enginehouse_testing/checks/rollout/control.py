@@ -1,4 +1,4 @@
-"""Checks requests that are aborted, paused and resumed: no generated token is lost, and what waits, waits."""
+"""Checks that requests can be aborted, paused and resumed: no generated token is lost, and waiting requests wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, sampled
 
 PROMPT, OTHER, LATE = [5, 6, 7], [9, 8], [4, 4, 10, 12]
 LONG = 1600
-"""Tokens of a request that is to be interrupted."""
+"""Tokens of a request that will be interrupted."""
 ATTEMPTS = 5
-"""Attempts to interrupt a request before it ends: on a busy machine this process may not get its turn."""
+"""Attempts to interrupt a request before it ends, because on a busy machine this process may not get its turn."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 Paused = tuple[SampledCompletion, SampledCompletion, int]
-"""A request from before a pause, a request that arrived in it, and the version of the update made in it."""
+"""A request from before a pause, a request that arrived during it, and the version of the update made during it."""
 
 FIRST = Checks(RolloutCheck)
 CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)

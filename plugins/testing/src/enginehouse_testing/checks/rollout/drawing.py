@@ -42,7 +42,7 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
 def _rows(count: int, path: str, **how: Any) -> list[list[int]]:
-    """Return random prompts for a tiny model, and texts for a model of the user's, whose directory is `path`."""
+    """Return random prompts for a tiny model, and texts for a user's model, whose directory is `path`."""
     return [prompt for prompt, _ in texts_as_ids(path)[:count]] if path else prompts(count, **how)
 
 
@@ -97,7 +97,7 @@ async def _draw_truncated(replica: ReplicaTrial) -> list[Completions]:
 @CHECKS.judge(_draw_truncated, tolerance=EXACT)
 def truncation(by_knobs: list[Completions]) -> Measured:
     """With top_k or top_p, only tokens within the truncated distribution are sampled."""
-    # Counts the tokens outside, with a little room for rounding.
+    # Count the tokens outside, with a little tolerance for rounding.
     by_p, by_k = ([completion.tokens[0] for completion in completions] for completions in by_knobs)
     likely = torch.exp(distributions_of("tied", by_knobs[0][0], 1.6)[0]).double()
     ordered, order = likely.sort(descending=True)
@@ -149,7 +149,7 @@ def distribution(completions: Completions) -> Measured:
 
 
 def _excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Return by how many standard deviations Pearson's statistic exceeds its mean; rare tokens are put together."""
+    """Return by how many standard deviations Pearson's statistic exceeds its mean. Rare tokens form one class."""
     expected = probabilities * counts.sum()
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())

@@ -1,4 +1,4 @@
-"""Checks where completions end, and which requests are refused."""
+"""Checks where completions end, and which requests are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 40
 STOPS = (9, 17)
 HOT: dict[str, Any] = {"n": 24, "max_tokens": LENGTH, "temperature": 2.0}
 ENDS = {"end of sequence": (EOS_ID,), "ignore_eos": (), "stop_token_ids": STOPS, "both": (EOS_ID, *STOPS)}
-"""Tokens that end a completion, by the parameters of the request."""
+"""Tokens that end a completion, by the request's parameters."""
 CONTINUE_AFTER_EOS = ("ignore_eos", "stop_token_ids")
 
 CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
@@ -38,12 +38,12 @@ def ends(completions: dict[str, list[SampledCompletion]]) -> Measured:
     mistakes = [f"{case}: {mistake}" for case, sampled in completions.items() if (mistake := _wrong_end(case, sampled))]
     if mistakes:
         return wrong("; ".join(mistakes))
-    # The last token's logprob counts as any other's.
+    # The last token's logprob is checked like any other.
     return logprob_error("tied", [completion for sampled in completions.values() for completion in sampled[::6]], 2.0)
 
 
 def _wrong_end(case: str, completions: list[SampledCompletion]) -> str:
-    """Describe the first completion that does not end as it was asked for; empty if there is none."""
+    """Describe the first completion that does not end as requested; empty if there is none."""
     for completion in completions:
         tokens, reason = completion.tokens, completion.reason
         at = next((i for i, token in enumerate(tokens) if token in ENDS[case]), None)

@@ -1,4 +1,4 @@
-"""Checks launch, sleep, the endpoint and the shutdown of a rollout engine, and that its death is noticed."""
+"""Checks launch, sleep, endpoint and shutdown of a rollout engine, and that the death of its processes is noticed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from enginehouse_testing.models import CHARACTERS, SPECIAL_TOKENS
 from enginehouse_testing.replica import WAIT_SECONDS, ReplicaTrial, SampledCompletion, kill_this_process, soon
 
 PROCESS_SECONDS = 30.0
-"""Longest time after a shutdown that its processes may still run."""
+"""Longest time that the engine's processes may still run after a shutdown."""
 LOST = "model.layers.1.mlp.up_proj.weight"
 
 CHECKS = Checks(RolloutCheck)
 LAST = Checks(RolloutCheck)
-"""Checks that come after those of other models."""
+"""Checks that run after the checks of other models."""
 
 
 async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[str]]:
-    """Return completions of the model's own weights, after the cache slept, and those of an update after all slept,
-    twice; and what else went wrong."""
+    """Let the cache sleep, then everything, twice. Return completions of the model's own weights and of an update's
+    weights, and what else went wrong."""
     engine, completions, mistakes = replica.engine, list[SampledCompletion](), list[str]()
 
     async def check_refusal(what: str) -> None:
@@ -159,7 +159,7 @@ async def _kill(replica: ReplicaTrial) -> str:
 @LAST.judge(_kill, model="untied", breaks=True, ends=True)
 def killed(result: str | Exception) -> Measured:
     """An engine whose processes were killed answers every call with an error, and shuts down."""
-    # An engine in its worker's process dies with it, which the controller has reported.
+    # An engine that runs in its worker's process dies with it, and the controller has reported that.
     return wrong(result) if result and not isinstance(result, Exception) else Measured(0.0)
 
 

@@ -1,4 +1,4 @@
-"""Judges a replica's completions by the oracle's results."""
+"""Compares a replica's completions with the oracle's results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOGPROB_TOLERANCE = 2e-4
 """Nats by which a logprob may differ from the oracle's, both in float32."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
-"""Nats of difference in a model of the user's: the relative tolerances of training engines (`checks.train.scores`),
-times the ten nats of the least likely tokens."""
+"""Tolerance in nats for a user's model: the relative tolerances of training engines (`checks.train.scores`), times the
+ten nats of the least likely tokens."""
 
 
 @functools.cache
 def oracle(model: str) -> Oracle:
-    """Return the oracle of one of the tiny models."""
+    """Return the oracle of a model."""
     return Oracle(rollout_model(model))
 
 
@@ -51,7 +51,7 @@ def logprob_error(model: str, completions: Iterable[SampledCompletion], temperat
 
 
 def greedy_error(model: str, completions: Iterable[SampledCompletion]) -> Measured:
-    """Return the most nats by which the most likely token was above a token that was chosen greedily."""
+    """Return the most nats by which the most likely token exceeded a greedily chosen token."""
     worst = Measured(0.0)
     for completion in completions:
         tokens = completion.tokens
@@ -68,7 +68,7 @@ def greedy_error(model: str, completions: Iterable[SampledCompletion]) -> Measur
 
 
 def serves(model: str, completions: Sequence[SampledCompletion], version: int | None = None) -> Measured:
-    """Compare greedy completions with a model's: tokens, logprobs and, if given, the version that they report."""
+    """Compare greedy completions with a model's: tokens, logprobs and, if given, the reported version."""
     for completion in completions:
         first, last = completion.first, completion.last
         if version is not None and (first, last) != (version, version):

@@ -1,4 +1,4 @@
-"""Checks weight updates: all tokens are of the new weights or of the old ones, and versions and checksums say which."""
+"""Checks weight updates: all tokens come from the new or from the old weights, and versions and checksums agree."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from enginehouse_testing.prompts import prompts
 from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, chunks, soon
 
 SMALL_UPDATES = ("tied", "tied, a step", "tied, two steps")
-"""Models of a run's updates: the first update brings the weights that the engine was launched with."""
+"""Models of a run's updates. The first update brings the weights with which the engine was launched."""
 
 PROBE = [prompt for prompt in prompts(8, seed=12, longest=32) if len(prompt) > 1]
-"""Prompts that are scored after each of them."""
+"""Prompts that are scored after each of these updates."""
 
 Look = tuple[str, int | None, list[SampledCompletion]]
 """The model that must be served, its version (None: any), and completions."""
 
 SHARED = prompts(1, seed=9, longest=1)[0] + [5 + number % 20 for number in range(300)]
-"""A prompt long enough to fill blocks of any engine's prefix cache."""
+"""A prompt that is long enough to fill blocks of any engine's prefix cache."""
 
 CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 OTHER_MODELS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
 async def _look(replica: ReplicaTrial, model: str, version: int | None = None) -> Look:
-    """Complete a few prompts greedily, always the same, so that what an engine remembers of one would show."""
+    """Complete the same few prompts greedily, so that anything an engine remembers of an earlier prompt would show."""
     rows = [*prompts(3, seed=10), SHARED]
     return model, version, await replica.draw(*rows, temperature=0.0, max_tokens=10, ignore_eos=True)
 
@@ -226,7 +226,7 @@ async def _send(replica: ReplicaTrial, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]:
-    """Return the mistakes of a refusal, which has to be a `WeightSyncError` that names the parameter."""
+    """Return the mistakes in a rejection, which must be a `WeightSyncError` that names the parameter."""
     try:
         await soon(call)
     except WeightSyncError as error:

@@ -1,4 +1,4 @@
-"""The checks of training engines. The simplest come first, since later checks often fail with them."""
+"""The checks of training engines. The simplest come first, because later checks often fail together with them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _train(rank: Rank) -> dict[str, Any]:
         def logprobs(forward: Callable[[Batch, Outputs], Batch | None]) -> torch.Tensor | None:
             return values_of(forward(plain, Outputs()), "logprobs")
 
-        # The base first: it must leave no trace in what is trained.
+        # The base comes first, because it must leave no trace in the trained model.
         results: dict[str, Any] = {"base_at_start": logprobs(engine.forward_base), "start": logprobs(engine.forward)}
         for _ in range(3):
             step(engine, shard)
@@ -51,7 +51,7 @@ def _train(rank: Rank) -> dict[str, Any]:
 
 
 def _score_adapted(model: str, adapter: str) -> torch.Tensor:
-    """Return logprobs of the source model with the exported adapter, as peft alone applies it."""
+    """Return logprobs of the source model with the exported adapter, as peft applies it."""
     from peft import PeftModel
 
     oracle = Oracle(model)

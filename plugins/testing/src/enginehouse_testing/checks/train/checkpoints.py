@@ -1,4 +1,4 @@
-"""Checks saving and resuming: in the same layout, in another, and while training continues."""
+"""Checks saving and resuming: in the same layout, in another layout, and while training continues."""
 
 from __future__ import annotations
 

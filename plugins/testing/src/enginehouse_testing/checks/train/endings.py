@@ -1,4 +1,4 @@
-"""Checks that an engine that was shut down leaves nothing behind."""
+"""Checks that an engine leaves nothing behind after its shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS = Checks()
 
 
 def count_threads(rank: Rank, model: str = "tied") -> int:
-    """Return the fewest threads that any engine after the first left here: other threads come now and then."""
+    """Return the smallest number of threads that an engine after the first left, because other threads come and go."""
     threads = []
     for _ in range(1 + ENGINES):
         with rank.engine(model, **TRAINING) as engine:

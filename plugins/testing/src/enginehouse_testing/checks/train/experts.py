@@ -1,4 +1,4 @@
-"""Checks of a mixture of experts: results of router and experts, and the places of their weights."""
+"""Checks a mixture of experts: results of router and experts, and the places of their weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _with_experts(function: Callable[..., Any], argument: str) -> Callable[..., 
 
 
 def _of_experts(check: Check, argument: str) -> Check:
-    """Return the check for a mixture of experts, whose acts get the model by an argument."""
+    """Return the check for a mixture of experts. Its acts get the model by `argument`."""
     return replace(
         check,
         name=f"experts_{check.name}",

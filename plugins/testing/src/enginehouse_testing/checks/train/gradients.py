@@ -1,8 +1,8 @@
-"""Checks gradients, which are read through the public protocol.
+"""Checks gradients, which it reads through the public protocol.
 
-AdamW's first step, without decay or clipping, changes a weight by `lr * g / (|g| + eps)`. With an eps far above any
-gradient that is almost `lr / eps * g`, and g follows exactly. `lr / eps` is so large that the change is far above the
-rounding of a weight, also where it leaves in bfloat16.
+AdamW's first step, without decay or clipping, changes a weight by `lr * g / (|g| + eps)`. If eps is far above any
+gradient, that is almost `lr / eps * g`, and g follows exactly. `lr / eps` is so large that the change is far above the
+rounding of a weight, even for weights that are sent in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ READING: dict[str, Any] = {"lr": LR, "eps": EPS, "weight_decay": 0.0, "max_grad_
 CHECKS = Checks(tolerance=1e-5)
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest error in a model of the user's: gradients pass its layers twice, and are read from weights, which bfloat16
-rounds once more."""
+"""Largest error for a user's model. Gradients pass its layers twice, and are read from weights, which bfloat16 rounds
+once more."""
 
 
 def read_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def gradients(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 
 
 def _cut_otherwise(rank: Rank) -> list[dict[str, torch.Tensor]]:
-    """Return one step's gradients with the whole batch cut in several ways."""
+    """Return one step's gradients with the whole batch split in several ways."""
     read = []
     whole = batch()
     for budget, calls, empty in ((10_000, 1, False), (16, 1, False), (40, 3, False), (40, 1, True)):

@@ -1,4 +1,4 @@
-"""Checks of computing in bfloat16, on the CPU and, if there is one, on a GPU."""
+"""Checks that an engine computes in bfloat16, on the CPU and, if there is one, on a GPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from enginehouse_testing.problem import batch, model_path
 from enginehouse_testing.rank import Rank, weights_of
 
 TOLERANCE = 0.06
-"""bfloat16 keeps 8 bits, a relative rounding error of at most 2^-9 = 0.002 an operation. A logit of these models is
-the end of some thirty roundings that do not all point one way: about 0.002 * sqrt(30) = 0.01 of its size, and logits
-reach several units. The root mean square over tokens is what is compared, since the largest of 200 is thrice it."""
+"""bfloat16 keeps 8 bits, a relative rounding error of at most 2^-9 = 0.002 per operation. A logit of these models comes
+from about thirty roundings in random directions: about 0.002 * sqrt(30) = 0.01 of its size, and logits reach several
+units. The check measures the root mean square over tokens, because the largest of 200 is three times that."""
 
 
 SMALL: dict[str, Any] = {**TRAINING, "lr": 1e-4, "warmup_steps": 0, "total_steps": 100}
 STEPS = 10
-"""Number of steps, each of which is lost in a bfloat16 weight of usual size, and which together are not."""
+"""Number of steps. A bfloat16 weight of usual size loses each single step, but not all of them together."""
 LEAST_PART = 0.7
-"""Least part of the float32 oracle's way that the weights must have gone, along it. One by one rounded to bfloat16,
-steps make less than half of it; added up in float32, nearly all: roundings of many weights cancel."""
+"""Least part of the float32 oracle's way that the weights must move, along that way. Steps that are rounded to bfloat16
+one by one make less than half of it. Steps added up in float32 make nearly all, because roundings of many weights
+cancel."""
 
 CHECKS = Checks(capability=capabilities.HALF_PRECISION, tolerance=TOLERANCE)
 
@@ -55,7 +56,7 @@ def _oracle_way() -> dict[str, torch.Tensor]:
 
 
 def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """Return how far the weights went along the oracle's way, as a part of it."""
+    """Return how far the weights moved along the oracle's way, as a fraction of it."""
     way = _oracle_way()
     along = sum(float(((after[name].float() - before[name].float()) * w).sum()) for name, w in way.items())
     return along / sum(float(w.square().sum()) for w in way.values())

@@ -1,4 +1,4 @@
-"""Checks state that is offloaded and brought back."""
+"""Checks state that is offloaded and loaded back."""
 
 from __future__ import annotations
 

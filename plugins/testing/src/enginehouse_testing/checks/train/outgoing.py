@@ -1,4 +1,4 @@
-"""Checks weights as they leave an engine: names, shapes, bits, parts, and the export."""
+"""Checks the weights that leave an engine: names, shapes, bits, parts, and the export."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CHECKS = Checks()
 
 
 def values_of(scored: Batch | None, name: str) -> torch.Tensor | None:
-    """Return a column of what `forward` returned, on the host; None elsewhere than on output ranks."""
+    """Return a column of the result of `forward`, on the host; None except on output ranks."""
     return None if scored is None else scored.ragged(name).values.cpu()
 
 
 def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
-    """Return metadata and weights, whole and this rank's parts."""
+    """Return metadata and weights, both whole and as this rank's parts."""
     described = {}
     for model in models:
         with rank.engine(model) as engine:
@@ -66,7 +66,7 @@ def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 def _judge_parts(
     metadata: Sequence[ParamMeta], rank: int, ranks: int, full: Weights, local: Weights, where: str
 ) -> Measured:
-    """Compare the parts that a rank gives with the parts that its metadata say it holds, in their order."""
+    """Compare a rank's parts with the parts that its metadata say it holds, in their order."""
     for meta in metadata:
         try:
             check_layout(meta, ranks)
@@ -79,7 +79,7 @@ def _judge_parts(
 
 
 def lend(rank: Rank) -> dict[str, Weights]:
-    """Return the weights after a step, and the tensors that were given before it as they are then."""
+    """Return the weights after a step, and the present content of tensors that were given before the step."""
     with rank.engine("tied", **TRAINING) as engine:
         lent = dict(engine.weight_source().iter_full())
         step(engine, rank.shard(engine, batch()))
@@ -96,7 +96,7 @@ def lent_weights(seen: list[Seen]) -> Measured:
 
 
 def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
-    """Return weights after training and logprobs of this rank's rows; on rank 0 also what an export holds."""
+    """Return weights after training and logprobs of this rank's rows; on rank 0 also the content of an export."""
     written = {}
     for model in models:
         with rank.engine(model, **TRAINING) as engine:
@@ -107,7 +107,7 @@ def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
             logprobs = values_of(engine.forward(shard.drop(["loss_mask"]), Outputs()), "logprobs")
             written[model] = (weights_of(engine), logprobs)
             if rank.context.rank == 0:
-                # Read here: the case's directory need not be seen from where the suite runs for longer than an act.
+                # Score it here: the suite may not be able to read the case's directory after the act.
                 rescored = Oracle(rank.path(model)).scores(batch(), masked=False)["logprobs"]
                 written[f"{model} exported"] = (stored_tensors(rank.path(model)), rescored)
     return written

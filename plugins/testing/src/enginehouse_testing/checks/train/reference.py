@@ -1,4 +1,4 @@
-"""The oracle's answers, each computed once for all layouts."""
+"""The oracle's results, each computed once for all layouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from enginehouse_testing.problem import batch, batch_of, model_path
 TRAINING: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.99),
-    # Larger than usual: with an eps far below a gradient AdamW moves a weight by the gradient's sign alone, and a sum
-    # in another order, right to the last bit but one, could turn a sign.
+    # Larger than usual. With an eps far below a gradient, AdamW moves a weight by the gradient's sign, and a sum in
+    # another order could turn a sign even if only its last bit differs.
     "eps": 1e-5,
     "weight_decay": 0.1,
     "max_grad_norm": 0.5,

@@ -16,9 +16,9 @@ from enginehouse_testing.rank import Rank
 CHECKS = Checks(tolerance=1e-5)
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03}
-"""Largest error in a model of the user's. A layer rounds some eight times one after another, and not always one way:
-30 layers err by the dtype's rounding times sqrt(240), which is 2^-9 * 15.5 = 0.03 in bfloat16, and 1e-6 in float32,
-where sums over tens of thousands of tokens of a vocabulary add as much."""
+"""Largest error for a user's model. A layer rounds about eight times in a row, in random directions. 30 layers then err
+by the dtype's rounding times sqrt(240): 2^-9 * 15.5 = 0.03 in bfloat16, and 1e-6 in float32, where sums over a
+vocabulary of tens of thousands of tokens add as much."""
 
 
 def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:

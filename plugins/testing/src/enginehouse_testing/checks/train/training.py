@@ -1,4 +1,4 @@
-"""Checks several optimizer steps: schedule, clipping, weight decay, metrics, and steps that are not taken."""
+"""Checks several optimizer steps: schedule, clipping, weight decay, metrics, and skipped steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKS = Checks(tolerance=1e-4)
 
 
 def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
-    """Take one optimizer step. Returns the metrics of its two calls."""
+    """Take one optimizer step; return the metrics of its two calls."""
     return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
 
 
@@ -75,7 +75,7 @@ def _skip(rank: Rank) -> dict[str, Any]:
         shard = rank.shard(engine, batch())
         step(engine, shard)
         before = weights_of(engine)
-        # On the last shard alone: the others have to learn of it.
+        # Only on the last shard, so that the other ranks have to be told.
         last = engine.mesh.dp_rank == engine.mesh.dp_size - 1
         skipped = step(engine, shard, NOT_FINITE if last else POLICY)[1]
         after = weights_of(engine)
@@ -99,11 +99,11 @@ def skips_nonfinite(seen: list[Seen]) -> Measured:
 
 
 _GROWING: dict[str, Any] = {"lr": 1e-3, "weight_decay": 3e3, "schedule": "constant"}
-"""Options under which a step takes each weight to about minus its double."""
+"""Options under which a step takes each weight to about minus twice its value."""
 
 
 def _lose_weight(rank: Rank) -> dict[str, Any]:
-    """Take a step after which one weight is beyond float32, on one rank if each has a part of the weights."""
+    """Take a step after which one weight is beyond float32. If each rank has a part of the weights, one rank has it."""
     with rank.engine("edge", **_GROWING) as engine:
         engine.forward_backward(rank.shard(engine, batch()), POLICY)
         try:

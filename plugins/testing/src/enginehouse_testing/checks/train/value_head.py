@@ -68,7 +68,7 @@ def value_head(seen: list[Seen]) -> Measured:
 
 
 def _write(rank: Rank) -> dict[str, Any]:
-    """Return values after training, of the export and of a checkpoint; on rank 0 also what transformers makes of it."""
+    """Return values after training, of the export and of a checkpoint; on rank 0 also what transformers reads."""
     written: dict[str, Any] = {}
     for model in CRITICS:
         written[model] = []

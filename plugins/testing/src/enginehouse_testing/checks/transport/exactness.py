@@ -1,4 +1,4 @@
-"""Checks that every bit arrives as it was sent, in order, in any cut, and no more of it at once than is allowed."""
+"""Checks that every bit arrives as it was sent, in order, in any buckets, with no more at once than is allowed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from enginehouse_testing.link import Buckets, Link, OpenLink, Weights, announced
 Arrived = Sequence[Buckets]
 
 BUCKETS = (1, 512, 4096, 1 << 24)
-"""Sizes from a bucket for each parameter, of which most are larger, to one bucket for all."""
+"""Bucket sizes, from a bucket for each parameter (most are larger than the smallest) to one bucket for all."""
 
 
 CHECKS = Checks()
 
 
 def compare(arrived: Arrived, sent: Weights) -> str:
-    """Describe how the received tensors differ from the sent tensors; empty if they do not."""
+    """Describe how the received tensors differ from the sent tensors; empty if they are equal."""
     for index, buckets in enumerate(arrived):
         flat = [parameter for bucket in buckets for parameter in bucket]
         if [name for name, _ in flat] != list(sent):
@@ -67,7 +67,7 @@ LAYOUTS = (
 @CHECKS.act()
 def _several_ranks(link: Link) -> str:
     """Weights whose parts are held by four training ranks arrive complete, with the checksums they left with."""
-    # A parameter of two dimensions in each layout, and one without elements.
+    # Per layout a parameter of two dimensions, and a parameter without elements.
     shapes = [(shape, "float32") for shape in ((7, 5), (0, 3)) for _ in LAYOUTS]
     parameters = [
         replace(parameter, owners=owners, mesh_shape=mesh, placements=placements)
@@ -96,7 +96,7 @@ def _several_ranks(link: Link) -> str:
 
 
 def _receive_with_sums(session: TransportSession, version: int, link: Link) -> tuple[Buckets, dict[str, str]]:
-    """Return copies of the received tensors, bucket by bucket, and the checksums of the parts in which they came."""
+    """Return copies of the received tensors, bucket by bucket, and the checksums of the parts that arrived."""
     buckets: Buckets = []
     sums: dict[str, str] = {}
     for chunk in session.recv(version, link.seconds):
@@ -159,7 +159,7 @@ def _two_buckets(link: Link) -> str:
 @CHECKS.act()
 def _held(link: Link) -> str:
     """Memory that is lent to a receiver stays unchanged while the receiver holds it; a transport need not lend any."""
-    # Each receiver holds the first of three updates until after the second, which it holds as well.
+    # Each receiver holds the first of three updates until after the second, and then holds the second.
     holding: list[tuple[int, HostMemory]] = []
 
     def hold(session: TransportSession, version: int) -> None:
@@ -191,7 +191,7 @@ def _held(link: Link) -> str:
 
 
 def _difference_in(memory: HostMemory, sent: Weights) -> str:
-    """Describe how the bytes that others would map differ from the sent bytes."""
+    """Describe how the bytes that another process would map differ from the sent bytes."""
     content = map_privately(memory.path)
     for name, begin in memory.offsets.items():
         if content[begin : begin + sent[name].nbytes] != bits(sent[name])[2]:

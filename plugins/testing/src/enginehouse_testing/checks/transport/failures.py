@@ -31,13 +31,13 @@ def check_error(call: Callable[[], Any], kind: type[Exception] = WeightSyncError
 
 
 def check_errors(link: Link, futures: list[Future[Any]], kind: type[Exception] = WeightSyncError) -> str:
-    """Describe the first mistake in how some calls fail that were begun."""
+    """Describe the first mistake in how the calls behind `futures` fail."""
     mistakes = (check_error(lambda future=future: future.result(link.seconds), kind) for future in futures)  # type: ignore[misc]
     return next(filter(None, mistakes), "")
 
 
 def check_next(connection: OpenLink, version: int) -> str:
-    """Describe how the update after a failed update differs from the sent weights."""
+    """Describe how the update after a failed update differs from the weights that were sent."""
     sent = random_weights(version)
     difference = compare(connection.update(version, sent)[0], sent)
     return difference and f"the update after it: {difference}"
@@ -117,7 +117,7 @@ def _no_receiver(link: Link) -> str:
 def _one_missing(link: Link) -> str:
     """If one of several receivers does not take a bucket, all of them fail."""
     if link.receivers == 1 or link.senders > 1:
-        return ""  # each has its own sender: the controller aborts the others
+        return ""  # each receiver has its own sender, and the controller aborts the others
     weights = random_weights(0)
     with link.connect(weights) as connection:
         streams = [receiver.recv(1, link.seconds) for receiver in connection.receivers]
