@@ -121,14 +121,14 @@ class Backend(Record):
 
 
 class TrainBackend(Backend):
-    """A training engine's record. The engine implements `enginehouse.engines.train.TrainEngine`."""
+    """A training engine's record. The engine implements `enginehouse.engines.TrainEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "train"
 
 
 class RolloutBackend(Backend):
-    """A rollout engine's record. The engine implements `enginehouse.engines.rollout.RolloutEngine`."""
+    """A rollout engine's record. The engine implements `enginehouse.engines.RolloutEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "rollout"
@@ -136,7 +136,7 @@ class RolloutBackend(Backend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport(Record):
-    """A weight transport. Its class implements `enginehouse.engines.weights.WeightTransport`.
+    """A weight transport. Its class implements `enginehouse.engines.WeightTransport`.
 
     Attributes:
         transport: `"module:Class"`, constructed without arguments.

@@ -632,8 +632,8 @@ class WeightsConfig(Section):
         default=50,
         ge=0,
         description="Number of weight updates between two comparisons of the rollout's log-probabilities with the "
-        "actor's. The first update and the first that changes weights are always compared; every update is, if an "
-        "engine cannot be read back. 0: never.",
+        "actor's. The first update and the first that changes weights are compared too; of an engine that cannot be "
+        "read back, every update that changes weights. 0: never.",
     )
     effect_tolerance: float | None = Field(
         default=None,
