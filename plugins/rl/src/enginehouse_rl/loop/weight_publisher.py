@@ -28,12 +28,14 @@ class WeightPublisher:
     def __init__(self, run: Trainer):
         self._run, self._asks_early = run, False
         self._overlaps = bool(run.plan.config.train.staleness)
-        self._pause: PauseMode = "keep" if self._overlaps and self._can_keep() else "wait"
         self.version = 0
 
-    def _can_keep(self) -> bool:
+    @property
+    def _pause(self) -> PauseMode:
+        """Treatment of running requests; `"keep"` if there may be any, and the engine offers it."""
         backend = self._run.roles.plans["rollout"].backend
-        return PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
+        keeps = PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
+        return "keep" if self._overlaps and keeps else "wait"
 
     @contextmanager
     def give_up_on_errors(self) -> Iterator[None]:
