@@ -1,4 +1,4 @@
-"""Chooses the transports by which the actor's weights reach the rollout."""
+"""Chooses the transports that carry the actor's weights to the rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from enginehouse_rl.plan.parts.placement import PlacementPart
 
 
 class WeightsPart(Part[Config]):
-    """The transports of weights: `weights.transport` is the rollout's, and another role's if it reaches that.
+    """The transports of weights.
+
+    `weights.transport` is the transport to the rollout; it also serves another role if it reaches that role.
 
     Attributes:
         reason: the reason for the rollout's transport.
@@ -39,10 +41,11 @@ class WeightsPart(Part[Config]):
         yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
 
     def _choose(self, role: str) -> tuple[str, str]:
-        """Return the transport's name, and the reason for it; both empty after a problem with a backend.
+        """Return the transport's name, and the reason for choosing it. Both are empty after a problem with a backend.
 
         Raises:
-            UserError: the config's transport does not exist or does not reach the role, or there is none that does.
+            UserError: the transport in the config does not exist or does not reach the role, or no transport reaches
+                it.
         """
         run, config, named = self.run, self.config, self.config.weights.transport
         colocated = role == "rollout" and run[PlacementPart].kind == "colocated"
