@@ -1,7 +1,7 @@
 """Every metric that a run writes: its unit, its meaning, its normal range, and what to do outside that range.
 
-`docs/metrics.md` is made from this table. A part of a name in angle brackets stands for many names: `reward/<name>`.
-Metrics that a plugin adds are not listed here, and a run writes them all the same.
+`docs/metrics.md` is generated from this table. A placeholder in angle brackets stands for many names: `reward/<name>`.
+Metrics of plugins are not listed here, but a run writes them too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ class Metric(NamedTuple):
     """A metric of `metrics.jsonl` or `validation.jsonl`.
 
     Attributes:
-        name: The name in the file, perhaps with placeholders.
-        unit: The unit; empty for a number without one.
-        about: Quantity that the metric measures, as a noun phrase.
-        normal: The values to expect; empty where any value may be right.
+        name: The name in the file, possibly with placeholders.
+        unit: The unit; empty for a number without a unit.
+        about: The quantity that the metric measures, as a noun phrase.
+        normal: The values to expect; empty if any value may be right.
         cure: Advice on other values.
     """
 
@@ -33,8 +33,8 @@ class Section(NamedTuple):
 
     Attributes:
         title: The heading on the page.
-        about: Runs that write these metrics, and when they do.
-        metrics: The metrics, exact names before the placeholders that would match them.
+        about: The runs that write these metrics, and when they do.
+        metrics: The metrics. Exact names come before placeholders that would match them.
     """
 
     title: str
@@ -747,7 +747,7 @@ SECTIONS = (
 METRICS = tuple(metric for section in SECTIONS for metric in section.metrics)
 _BY_NAME = {metric.name: metric for metric in METRICS}
 _PATTERNS = {"n": r"\d+", "k": r"\d+", "part": ".+", "metric": ".+"}
-"""Patterns of placeholders; any other placeholder stands for a name without a slash."""
+"""Patterns of placeholders. Any other placeholder stands for a name without a slash."""
 
 
 def _make_pattern(name: str) -> re.Pattern[str]:

@@ -110,10 +110,8 @@ class EpisodeChecks:
         before: list[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """Describe the problem of a row, and add the row to `before`.
-
-        Takes the arguments of `DrawnTokens.find_repeated_choice`, and the `finish` of the episode.
-        """
+        """Describe the problem of a row, and add the row to `before`. Takes the arguments of
+        `DrawnTokens.find_repeated_choice`, and the `finish` of the episode."""
         columns = {}
         for name, kinds, entry in _COLUMNS:
             try:

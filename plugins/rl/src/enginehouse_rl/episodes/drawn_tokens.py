@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """The tokens generated after some prompt (int64) and their logprobs (float32), with the range of weight versions.
-
-    `temperature` is None if the environment left it to the run.
-    """
+    `temperature` is None if the environment left it to the run."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -211,8 +209,7 @@ def _is_at(draw: _Draw, temperature: float | None) -> bool:
 
 def _match(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
     """Return the place up to which a row matches what was generated at `start`, and True if more was generated than
-    that.
-    """
+    that."""
     is_equal = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
     count = len(is_equal) if is_equal.all() else int(is_equal.argmin())
     return start + count, count < len(draw.tokens)

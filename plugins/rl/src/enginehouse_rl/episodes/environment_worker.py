@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 10.0
 """Seconds after which a worker reports even without news; at most half of a call's time limit. A worker that is silent
-for the whole time limit counts as hanging.
-"""
+for the whole time limit counts as hanging."""
 
 
 class EnvironmentWorker(Worker):

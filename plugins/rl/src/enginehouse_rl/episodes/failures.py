@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 MOST_RETRIES = 2
 REASONS = ("error", "time", "replica", "worker", "unscored")
 """Reasons why an episode fails: the environment raised an error; it took too long; its request killed replicas; its
-worker was lost; or it got no score, and `reward.on_error` leaves it out.
-"""
+worker was lost; or it got no score, and `reward.on_error` leaves it out."""
 
 
 class EpisodeFailed(EnginehouseError):

@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
 MOST_REFUSED = 10
 """The feed gives up after this many steps' worth of groups in a row have been rejected by the filter or dropped by the
-failure policy.
-"""
+failure policy."""
 QUIET_SECONDS = 10.0
 """Seconds after which a caller that waits for episodes learns that none has arrived, so that it can report this."""
 REASONS = ("refused", "dropped", "left_over")
 """Reasons why a group is not trained on: a filter rejected it; the failure policy left no episode of it; or the step
-did not need it, so its task is repeated.
-"""
+did not need it, so its task is repeated."""
 
 
 class NoGroupKept(EnginehouseError):

@@ -370,10 +370,8 @@ def _copy_task(task: Task) -> Task:
 
 
 def _freeze(episode: Episode, by_token: bool) -> Episode:
-    """Copy an episode, so that its environment cannot change it after the checks.
-
-    With `by_token`, rows without token rewards get zeros, because all rows of a step must have the same columns.
-    """
+    """Copy an episode, so that its environment cannot change it after the checks. With `by_token`, rows without token
+    rewards get zeros, because all rows of a step must have the same columns."""
 
     def copy_row(row: Row) -> Row:
         rewards = row.token_rewards

@@ -58,8 +58,7 @@ class StalenessWindow:
 
     def choose(self, version: int) -> list[int] | None:
         """Return the serial numbers of the groups to train on at weight `version`, ascending; None if too few have
-        ended.
-        """
+        ended."""
         chosen: list[int] = []
         for ahead in range(self.staleness + 1):
             urgent = {serial for serial, begun in self._begun.items() if begun + self.staleness <= version + ahead}

@@ -26,8 +26,7 @@ KIND = "training"
 """The kind of the tasks that a step trains on."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """To check the effect of a weight update, trainer and rollout both score the last PROBE_TOKENS tokens of this many
-prompts. If a rollout engine cannot be read back, this happens at every update.
-"""
+prompts. If a rollout engine cannot be read back, this happens at every update."""
 
 
 class Supply:

@@ -104,8 +104,7 @@ def _round(values: torch.Tensor) -> list[float | None]:
 
 def _drop_unknown_versions(mask: Sequence[bool], versions: Sequence[int]) -> list[int | None]:
     """Return the versions of a row's tokens. None replaces unknown versions, which `Episode.versions` fills with the
-    oldest.
-    """
+    oldest."""
     reported: list[int | None] = []
     for _, run in itertools.groupby(zip(mask, versions, strict=True), key=lambda token: token[0]):
         run_versions = [version for _, version in run]

@@ -82,8 +82,7 @@ class EpisodeActivity:
 
 class ChatTurn(NamedTuple):
     """A request of an episode: its start and end (`time.monotonic()`), the number of tokens that it generated, and the
-    newest weight version that generated any of them.
-    """
+    newest weight version that generated any of them."""
 
     begun: float
     ended: float
@@ -129,8 +128,7 @@ class Trace:
 
     def rows(self) -> list[dict[str, float]]:
         """Return a row for each turn: its tokens, its seconds, the seconds in the environment before it, and the weight
-        version.
-        """
+        version."""
         befores = (self.begun, *(turn.ended for turn in self.turns))
         return [
             {

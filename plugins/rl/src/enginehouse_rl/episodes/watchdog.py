@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
 """A loop is blocked if it makes no progress in `BLOCKED_LOOKS` looks, `LOOK_SECONDS` apart. The watchdog counts looks
-and not seconds, because its looks are late too if the whole process or machine stood still.
-"""
+and not seconds, because its looks are late too if the whole process or machine stood still."""
 MOST_FRAMES = 8
 PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Folders of the standard library and of packages. Frames elsewhere belong to the environment, so they tell more."""

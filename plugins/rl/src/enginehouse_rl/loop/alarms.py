@@ -1,8 +1,9 @@
 """Alarms find problems of a run in its metrics. Each is reported once, with advice.
 
-An alarm looks at the metrics of the first and the last steps (`History`) and returns a description of the problem, or
-nothing. Because metrics are noisy, a change must lie between quartiles of windows, and a lasting state must last
-`WINDOW` steps. Alarms do not end a run, because most problems may pass. Only steps whose gradient is not finite do.
+An alarm compares the metrics of the first and the last steps (`History`) and returns a description of the problem, or
+an empty text. Metrics are noisy. Therefore a change must separate quartiles of the first and the last steps, and a
+lasting state must last `WINDOW` steps. Alarms do not end a run, because most problems may pass. The run ends only after
+several steps without a finite gradient.
 """
 
 from __future__ import annotations
@@ -24,35 +25,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""Steps in a row that end a run if each of their optimizer steps was skipped for a gradient that was not finite."""
+"""The run ends after this many consecutive steps of which no gradient was finite, so that all optimizer steps were
+skipped."""
 LEAST_STEPS = WINDOW // 2
-"""Least number of first steps, and of last steps, that a change is measured between."""
+"""Minimum number of first steps, and of last steps, for measuring a change."""
 COLLAPSE_FACTOR = 10.0
 """Factor by which the entropy must have fallen since the first steps to count as collapsed. A policy that finds the
-best answers becomes as sure of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have equal
-rewards, the mean reward is below the best by more than `MISSED` of the range of rewards, and it has not risen during
-the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces `MISSED`, and `KEPT` steps are
-needed."""
+best responses also becomes certain of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have
+equal rewards; the mean reward is below the best reward by more than `MISSED` of the range of rewards; and the mean
+reward has not risen during the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces
+`MISSED`, and `KEPT` steps are needed."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""Nats per token of a KL that is called a runaway, unless twice the entropy of the first steps is more. Turning a
-policy into one that always gives its most likely answer costs about that much."""
+"""Nats per token from which a KL counts as a runaway, unless twice the entropy of the first steps is more. Turning a
+policy into one that always gives its most likely response costs about that much."""
 GROWTH_FACTOR = 3.0
-"""Factor by which a mismatch or a KL must have grown; a mismatch must also reach a tenth of the permitted one."""
+"""Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
-"""Fraction of responses cut at max_tokens that counts as all."""
+"""Fraction of responses cut off at max_tokens that counts as all."""
 CUT_MANY = 0.5
-"""Fraction of responses cut at max_tokens that counts if they have a higher reward than the responses that ended."""
+"""Fraction of responses cut off at max_tokens that counts if these get a higher reward than responses that ended."""
 SLOW_FACTOR = 2.0
-"""Factor by which a slow replica takes longer than others."""
+"""Factor by which a slow replica takes longer than the others."""
 NO_ROLES = ("reward", "environment", "controller")
-"""Causes of waiting while no role works."""
+"""Causes of waiting during which no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
-"""Fraction of a step's time, and least number of seconds, that the run spends waiting for one of `NO_ROLES`."""
+"""Fraction of a step's time, and minimum number of seconds, that the run spends waiting for one of `NO_ROLES`."""
 
 
 class StepsSkipped(EnginehouseError):
-    """No gradient of several steps in a row was finite, so nothing is learned. Weights are as before these steps."""
+    """No gradient of several consecutive steps was finite, so nothing is learned. The weights are unchanged."""
 
 
 class Alarm(NamedTuple):
@@ -60,9 +62,9 @@ class Alarm(NamedTuple):
 
     Attributes:
         name: Name in `alarms.jsonl`.
-        look: Describes the problem at this moment, with figures; empty if there is none.
-        advice: Remedies to try, with the keys of the config.
-        after: Names of alarms that are its cause. It is not reported together with them.
+        look: Describes the current problem, with numbers; empty if there is none.
+        advice: Remedies to try, with config keys.
+        after: Names of alarms that are its cause. If one of them is raised, this alarm is not reported.
     """
 
     name: str
@@ -72,10 +74,10 @@ class Alarm(NamedTuple):
 
 
 class Alarms:
-    """Looks at a run after each step, and reports problems in the log, on the display and in `alarms.jsonl`.
+    """Checks a run after each step, and reports problems in the log, on the display and in `alarms.jsonl`.
 
     Args:
-        run: Run directory to which alarms are written. Alarms that it has already are not reported again.
+        run: Run directory to which alarms are written. Alarms that it already contains are not reported again.
         progress: Shows the alarms, and has the history.
         inputs: Facts about the run.
     """
@@ -86,7 +88,7 @@ class Alarms:
         progress.alarms = list(run.alarms)
 
     def check(self, step: int) -> None:
-        """Look at the run after a step.
+        """Check the run after a step.
 
         Raises:
             StepsSkipped: No gradient of this step and of the steps before it was finite.
@@ -123,7 +125,8 @@ class Change(NamedTuple):
 def measure_change(
     history: History, name: str, of_first: Callable[[Sequence[float]], float]
 ) -> tuple[Change, list[float]] | None:
-    """Return how a metric changed, and its values in the last steps. None if either end has too few values.
+    """Return how a metric changed, and its values in the last steps. None if the first or the last steps have too few
+    values.
 
     Args:
         history: History of the run.
@@ -139,7 +142,7 @@ def measure_change(
 
 
 def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
-    """Return True if `holds` is true for each of the last `WINDOW` steps."""
+    """True if `holds` is true for each of the last `WINDOW` steps."""
     return len(history.last) >= WINDOW and all(map(holds, history.recent()))
 
 
@@ -162,7 +165,6 @@ def _find_upper_quartile(values: Sequence[float]) -> float:
 
 
 def _name_steps(history: History) -> str:
-    """Name the last `WINDOW` steps."""
     return f"in steps {history.step - WINDOW + 1} to {history.step}"
 
 

@@ -133,8 +133,7 @@ def _holds_member(value: Any) -> bool:
 
 def _suggest(name: str, choices: Iterable[str], value: Any) -> str:
     """Return advice for an unknown argument: a similar name, the substitute of another project's name, or the nearest
-    name.
-    """
+    name."""
     for cutoff in (MISTYPED, 0.6):
         if near := did_you_mean(name, choices, cutoff):
             return near

@@ -29,8 +29,7 @@ OF_PROCESS = {
     "cpu": ("libraries and freed memory", 3 * 2**28),
 }
 """Memory of a process besides its engines, by the device of the run: its use, and its bytes. On a CPU, libraries took
-0.4 to 0.9 GiB, besides the freed memory that an update leaves.
-"""
+0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
 """The last sentence of a message that rejects a run."""
 

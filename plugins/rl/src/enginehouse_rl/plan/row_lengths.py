@@ -123,8 +123,7 @@ class RowMeter:
     @property
     def needs_tokens(self) -> bool:
         """True if rows must be tokenized, because the length of a text does not bound its tokens, or a token may be
-        unknown.
-        """
+        unknown."""
         data = self.data
         renders = data.chat_template or data.system is not None or data.tools or data.template_arguments
         return bool(renders) or self.tokenizer.has_more

@@ -1,15 +1,15 @@
-"""The mismatch between the rollout's and the actor's logprobs of the same tokens, by the same weights.
+"""The mismatch between the rollout's and the actor's logprobs of the same tokens with the same weights.
 
-Two engines never compute exactly the same. Small differences make the samples slightly off-policy; stale weights, a
-wrong temperature or a broken kernel cause large ones. `enginehouse_rl.metrics.MISMATCH` describes each metric.
+Two engines never compute exactly the same. Small differences make the samples slightly off-policy. Stale weights, a
+wrong temperature or a broken kernel cause large differences. `enginehouse_rl.metrics.MISMATCH` describes each metric.
 
-Rows of another weight version, or of several, differ because of the weights, and are left out. If no row is left,
-`mismatch/compared` is 0 and the other metrics are missing.
+Rows from another weight version, or from several, are left out, because the weights themselves make a difference. If no
+row is left, `mismatch/compared` is 0 and the other metrics are missing.
 
-If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step, and those of older weights apart:
-`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `add_measurement` wraps the loss of
-a step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures
-the first one, whose rows are drawn at random.
+If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step. It measures tokens of older weights
+separately: `mismatch/behind_1/kl` covers rows whose first token is one version behind. Otherwise `add_measurement`
+wraps the loss of a step's first optimizer step, whose forward pass still uses the served weights. With several
+mini-batches it measures the first one, whose rows are chosen at random.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 OLDER_METRICS = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
-"""Figures of rows of older weights, by how many versions they are behind."""
+"""Metrics of rows of older weights, for each number of versions that these are behind."""
 RATIO_BOUND = 2.0
-"""`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
+"""`mismatch/outside` counts the tokens that one engine finds more than this many times as likely as the other."""
 
 
 COMPARED_COLUMNS = ("loss_mask", "rollout_logprobs", "old_logprobs", "first_version", "weight_version")
 
 
 def mismatch(samples: DistributedBatch, version: int) -> Metrics:
-    """Compare a step's samples with the actor's logprobs of them.
+    """Compare the actor's logprobs of a step's samples with the rollout's.
 
     Args:
         samples: The rollout's `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, and the actor's
-            `old_logprobs` by the weights of `version`, float32, aligned with `rollout_logprobs`.
+            `old_logprobs` with the weights of `version`, float32, aligned with `rollout_logprobs`.
         version: The served weight version.
     """
     return merge_metrics(_compare_part(part, version) for part in samples.select(COMPARED_COLUMNS).shards())
@@ -67,7 +67,7 @@ def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
 
 
 def add_measurement(loss: LossSpec, version: int) -> LossSpec:
-    """Return a loss that also compares its logprobs with the rollout's, by `measure_and_compute`."""
+    """Return a loss that also compares its logprobs with the rollout's, through `measure_and_compute`."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:
@@ -88,7 +88,7 @@ def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, A
         view: The view that `loss` needs, with columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and
             `weight_version` int64 `(rows,)`.
         loss: A registered name or `"module:function"`.
-        arguments: The loss's keyword arguments.
+        arguments: The keyword arguments of the loss.
         version: The weight version that computes the logprobs.
     """
     value = plugins().function("loss", loss)(view, **arguments)
@@ -108,7 +108,7 @@ def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, A
 
 
 def _mask_version(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
-    """Return a mask of the rows that `version` drew from the first token to the last."""
+    """Return a mask of the rows that `version` generated from the first token to the last."""
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 

@@ -1,4 +1,4 @@
-"""A step's samples are measured and written here."""
+"""Measures and writes the samples of a step."""
 
 from __future__ import annotations
 

@@ -95,10 +95,7 @@ class ActorPart(Part[AnyConfig]):
 
     def _check_targets(self, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Reject a LoRA target that the model's files do not contain, and note a pattern of `lr_groups` without a
-        match.
-
-        `shapes` has the shapes of the tensors in the files, by name; it is empty if they cannot be read.
-        """
+        match. `shapes` has the shapes of the tensors in the files, by name; it is empty if they cannot be read."""
         path = self.config.model.path
         for pattern in options.get("lr_groups") or {} if shapes else ():
             if not any(fnmatchcase(name, pattern) for name in shapes):

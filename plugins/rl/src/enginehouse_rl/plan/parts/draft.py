@@ -110,8 +110,7 @@ class Draft(Generic[C]):
 
     def facts(self, page: Sequence[str] = ()) -> tuple[Fact, ...]:
         """Return the facts of all parts: those with a label on `page` first, in its order, then the rest in that of the
-        parts.
-        """
+        parts."""
         order = {label: number for number, label in enumerate(page)}
         facts = [(label, self.shorten(words)) for part in self._parts for label, words in part.facts()]
         return tuple(sorted(facts, key=lambda fact: order.get(fact[0], len(order))))

@@ -204,9 +204,7 @@ class RoleEngine:
 
     def _advise(self, options_class: type[BaseModel], option: str) -> str:
         """Return advice on an option that the backend lacks: another backend has it, or the engine itself takes it.
-
-        `option` is the dotted name, without `engine.options`.
-        """
+        `option` is the dotted name, without `engine.options`."""
         fields, first = list(options_class.model_fields), option.partition(".")[0]
         if first in fields or difflib.get_close_matches(option, fields, n=1, cutoff=0.8):
             return ""  # mistyped

@@ -14,8 +14,7 @@ from enginehouse_rl.plan.parts.draft import Fact, Part
 
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """The loss argument for the largest importance weight of a token, and its default for samples of older weights. `null`
-turns the importance weights off.
-"""
+turns the importance weights off."""
 NARROW = 0.05
 """Narrower clip ranges are noted in bfloat16, because two engines differ by more nats in single tokens."""
 
@@ -62,10 +61,7 @@ class LossPart(Part[Config]):
 
     def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:
         """Return the engine whose logprobs the ratio divides by; for the actor also the reason, unless the config
-        chooses it.
-
-        A loss that needs the actor's logprobs is rejected if the config chooses the rollout's.
-        """
+        chooses it. A loss that needs the actor's logprobs is rejected if the config chooses the rollout's."""
         config, dtype = self.config, self.run.dtype
         loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
         always, narrow, needing = False, list[str](), set[str]()

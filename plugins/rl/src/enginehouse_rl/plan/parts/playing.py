@@ -149,10 +149,8 @@ class RewardsPart(Part[Config]):
         return RewardPlan(name, reference, arguments, section)
 
     def _check_needed(self, environment: EnvironmentPart) -> None:
-        """Check that an environment which needs a reward has one, and note a reward that may be unused.
-
-        The environment `single_turn` needs a reward, and so does any other that says so (`Environment.needs_reward`).
-        """
+        """Check that an environment which needs a reward has one, and note a reward that may be unused. The environment
+        `single_turn` needs a reward, and so does any other that says so (`Environment.needs_reward`)."""
         config, name = self.config, self.config.environment.name
         rewards = config.reward.list_rewards()
         key = "reward" if "" in rewards else "reward.functions"

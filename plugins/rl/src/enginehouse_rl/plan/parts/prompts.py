@@ -91,10 +91,8 @@ class PromptsPart(DataPart[Config]):
             yield "validation", f"prompts: {self.describe_answers()} before the first step{often} and after the last"
 
     def _limit_prompts(self) -> TokenLimit:
-        """Return the maximum length of a prompt, set by the config or by the room that a response leaves.
-
-        A config is rejected if its longest response does not fit into the model, or into an engine that generates.
-        """
+        """Return the maximum length of a prompt, set by the config or by the room that a response leaves. A config is
+        rejected if its longest response does not fit into the model, or into an engine that generates."""
         config, roles, model = self.config, self.run.roles, self.run[ModelPart].json
         prompt = config.data.max_prompt_tokens
         limit_by_config = TokenLimit.from_option("data.max_prompt_tokens", prompt)
