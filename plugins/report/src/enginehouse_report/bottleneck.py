@@ -1,6 +1,6 @@
-"""Finds where a run's steps spend their time, and which key of the config would change it.
+"""Finds where a run's steps spend their time, and which key of the config would change that.
 
-`split_waits` attributes every second to one part, as for the alarm `controller_bound`.
+`split_waits` attributes each second to one part, as it does for the alarm `controller_bound`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from enginehouse_rl.runs.timeline import read_events
 from enginehouse_rl.runs.waits import WORDS, read_number, split_waits
 
 SKIPPED = 2
-"""First steps that do not count: they load, compile and fill caches."""
+"""Number of first steps that are skipped, because they load, compile and fill caches."""
 FEWEST = 5
-"""Fewest other steps for an analysis."""
+"""Minimum number of remaining steps for an analysis."""
 WORTH = 0.35
-"""Fraction of the time below which no part stands out, and no key would change much."""
+"""If the largest part is below this fraction of the time, no key would change much."""
 OVERLAPS = 0.15
-"""Fraction of the time that training and generation must both exceed before `train.staleness` helps."""
+"""`train.staleness` helps if both training and generation take more than this fraction of the time."""
 IDLE = 0.3
-"""Idle fraction of an average replica during generation from which more groups help."""
+"""Additional groups help if the average replica is idle for more than this fraction of the generation."""
 
 NEED_PROCESSES = (
     *("actor.processes", "critic.processes", "reference.processes", "reward_model.processes"),
     *("rollout.replicas", "train.staleness"),
 )
-"""Keys without effect under the inline launcher, which runs one process."""
+"""Keys that have no effect under the inline launcher, which runs a single process."""
 GENERATES = ("rollout", "reward", "environment")
-"""Parts of a step before training."""
+"""Parts of a step that produce its samples."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A key of the config that would change where the time goes."""
+    """A key of the config, and a value that would reduce the largest part of the time."""
 
     key: str
     now: Any  # value in this run
@@ -50,8 +50,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The analysis of a run."""
-
     steps: int  # number of steps that count
     step_seconds: float = 0.0  # median of a step with the time until the next
     shares: Mapping[str, float] = field(default_factory=dict)  # fractions of the time by part, the largest first
@@ -64,7 +62,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
     """Analyse a run directory.
 
     Raises:
-        UserError: it is none.
+        UserError: the path is no run directory.
     """
     run = read_run(path)
     rows = [row for row in run.metrics.rows if read_number(row, "time/step")]
@@ -92,7 +90,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
 
 
 def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
-    """Return the mean seconds between two steps, by part."""
+    """Return the mean number of seconds between two steps, by part."""
     gaps = [
         max(after["elapsed_seconds"] - before["elapsed_seconds"] - after["time/step"], 0.0)
         for before, after in pairwise(rows)
@@ -113,7 +111,7 @@ def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[
 
 
 class _Advisor:
-    """Advises which keys to change for the largest part of a step's time."""
+    """Finds the keys that would reduce the largest part of a step's time."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class _Advisor:
         self._apart = not set(self._places.get("rollout", ())) & set(self._places.get("actor", ()))
 
     def advise(self) -> list[Advice]:
-        """Return what to try, the most promising first; nothing if no part stands out."""
+        """Return advice, the most promising first. Return none if no part is large enough."""
         part = next(iter(self._shares))
         if self._shares[part] < WORTH:
             return []
@@ -160,12 +158,12 @@ class _Advisor:
         return Advice(key, self._config.get(key), attempt, why)
 
     def _more(self, key: str, why: str, least: int = 1) -> Advice:
-        """Advise to double a key, or to set it to `least`."""
+        """Advise to double the value of a key, or to set it to `least`."""
         now = self._config.get(key)
         return self._try(key, 2 * now if isinstance(now, int) and now else least, why)
 
     def _overlap(self) -> list[Advice]:
-        """Advise to generate beside training if both take long enough."""
+        """Advise to generate during training if both take long enough."""
         training = sum(self._shares.get(name, 0.0) for name in ("actor", "critic", "reference", "reward_model"))
         generation = sum(self._shares.get(name, 0.0) for name in GENERATES)
         if self._config.get("train.staleness") != 0 or min(training, generation) <= OVERLAPS:

@@ -101,7 +101,7 @@ def real_model(from_hub: bool) -> None:
 
 
 def make_beginning(chosen: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
-    """Make what a recipe begins from, recursively."""
+    """Create everything that a recipe starts from, recursively."""
     from enginehouse.plugin import Environment, plugins
     from enginehouse_rl.config.earlier_run import can_resume
     from enginehouse_rl.config.load import load_config
