@@ -32,7 +32,6 @@ class Section(NamedTuple):
     """Metrics that belong together.
 
     Attributes:
-        title: The heading on the page.
         about: The runs that write these metrics, and when they do.
         metrics: The metrics. Exact names come before placeholders that would match them.
     """

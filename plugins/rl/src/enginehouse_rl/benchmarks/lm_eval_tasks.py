@@ -44,7 +44,6 @@ class BenchmarkItems(NamedTuple):
 
     Attributes:
         until: strings before which a response ends.
-        max_tokens: the maximum number of tokens of a response.
         description: the version of the task and its number of shots, for people.
     """
 
@@ -79,8 +78,7 @@ def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> Ben
     """Return the items of a benchmark. They are read once per process, so that a run reuses what its plan has read.
 
     Args:
-        name: the benchmark.
-        folder: the directory with the files of its data set.
+        folder: the directory with the benchmark's data set.
         limit: the maximum number of items of each task; None: all.
         is_chat: true if prompts are chat messages, with the shots as earlier turns; false if they are plain text.
 
@@ -154,8 +152,6 @@ def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
     """Return a task of a benchmark that scores responses, which needs no data set.
 
     Args:
-        name: the benchmark.
-        task: the task.
         doc: an item, from which the task learns the columns.
     """
     rows = datasets.Dataset.from_list([doc])

@@ -63,8 +63,7 @@ class BenchmarkName(NamedTuple):
     """A benchmark as a config names it: `gsm8k`, or with a revision of its data set `gsm8k@main`.
 
     Attributes:
-        name: its name in `BENCHMARKS`.
-        revision: the branch, tag or commit of its data set; None if the config names none.
+        revision: branch, tag or commit of the data set; None if the config names none.
     """
 
     name: str

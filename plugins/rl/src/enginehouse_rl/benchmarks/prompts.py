@@ -18,11 +18,8 @@ def load_prompts(
     The column `columns` has the arguments of `enginehouse_rl.benchmarks.scoring.score`.
 
     Args:
-        name: the benchmark.
-        source: its items.
         tokenizer: the model's tokenizer.
         system: the system message for chats that begin without one; None: none is added.
-        counted: shows the number of finished prompts.
 
     Raises:
         DataError: the chat template rejects messages.

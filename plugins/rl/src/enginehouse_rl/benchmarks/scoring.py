@@ -18,14 +18,7 @@ INVALID = "[invalid]"
 
 
 def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict[str, Any]:
-    """Return the score of a response by the benchmark's own metric, and all other lm-eval metrics of it.
-
-    Args:
-        response: the whole response.
-        benchmark: the benchmark.
-        task: the lm-eval task that the item belongs to.
-        doc: the item.
-    """
+    """Return the score of a response by the benchmark's own metric, and all other lm-eval metrics of it."""
     scorer, chosen = _find_scorer(benchmark, task, doc), BENCHMARKS[benchmark]
     request = scorer.construct_requests(doc=doc, ctx="", metadata=(task, 0, 1))
     assert isinstance(request, Instance)  # each of these tasks generates text

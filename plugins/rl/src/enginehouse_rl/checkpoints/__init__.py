@@ -42,7 +42,6 @@ class Checkpoint:
     """The state of a loop after a step.
 
     Attributes:
-        path: its directory.
         step: the last step whose update it contains.
         elapsed_seconds: elapsed seconds of the run when it was written.
         loop: the loop's own state, as plain data.

@@ -28,7 +28,6 @@ class CheckpointStore:
     """The checkpoints in a run directory. The first `stage` creates the directory.
 
     Args:
-        run_directory: the run directory.
         newest_step: step of the checkpoint from which the run resumes.
         kept: the number of newest checkpoints to keep. Older ones serve if the newest is damaged.
 

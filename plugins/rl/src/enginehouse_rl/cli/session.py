@@ -53,7 +53,6 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
     """Build the trainer, create the run directory, run the plan, and report how it ended.
 
     Args:
-        plan: The plan to run.
         build: Makes the trainer, which then reads its data. It does its own imports, so that a rejected plan never pays
             for them. The run directory is created after it, so that wrong data does not cost an earlier run.
         show: `"quiet"`: shows nothing while the plan runs; a callable: gets the events instead; None: shows what the

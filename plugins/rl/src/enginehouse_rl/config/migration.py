@@ -15,10 +15,8 @@ class Row(NamedTuple):
     """A row of a table.
 
     Attributes:
-        project: the other project: `"verl"`.
-        values: true if the names are values and not keys.
-        names: the other project's names.
-        theirs: the left-hand cell.
+        values: true if the row is about values, and not about keys.
+        theirs: the left-hand cell, about the other project.
         ours: the right-hand cell.
     """
 

@@ -27,7 +27,6 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
 
     Args:
         path: a directory, relative to the current directory.
-        key: the config key or option that names it, for messages.
 
     Raises:
         ModelError: it is not a directory; it lacks `config.json`, safetensors weights or a tokenizer, all of which the
@@ -93,7 +92,6 @@ def check_run_directory(
     """Check that a run may write to `path`. Nothing is deleted here.
 
     Args:
-        path: the run directory.
         overwrite: true if an earlier run in it may be deleted.
         spare_unfinished: true if an unfinished run with checkpoints must not be deleted.
         needed: the paths that the run reads, by their config keys; none may be deleted.

@@ -21,9 +21,6 @@ def open_demonstrations(
     """Open files of demonstrations, with a prompt and a response in each row.
 
     Args:
-        path: a file, or several.
-        prompt: the column with the prompt.
-        response: the column with the response.
         tools: the column with the tools that the model may call, if there is one.
         conversation: the column with prompt and response as one chat. `Table.needed` then has both as if they were
             columns.

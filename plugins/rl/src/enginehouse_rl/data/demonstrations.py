@@ -17,11 +17,7 @@ from enginehouse_rl.data.sources import Source, make_sources
 
 class DemonstrationDataset:
     """Demonstrations for supervised training from one or more files: prompts with the responses to learn, tokenized
-    once.
-
-    Attributes:
-        sources: the sources of its rows, with their weights.
-    """
+    once."""
 
     def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
         """Use `load`. `tokens` has prompts with responses; `learned` marks the tokens that the model is to write."""
@@ -55,7 +51,6 @@ class DemonstrationDataset:
                 are learned.
             max_tokens: maximum number of tokens of prompt and response together; a longer demonstration is an error.
             chat_template: as for `PromptDataset.load`.
-            counted: shows the number of finished rows.
             system: as for `PromptDataset.load`.
             tools: as for `PromptDataset.load`.
             conversation: column with prompt and response as one chat. The assistant's first turn begins the response.

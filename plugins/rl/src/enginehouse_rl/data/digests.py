@@ -32,7 +32,6 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
     """Return the hexadecimal digest of a file's bytes.
 
     Args:
-        path: the file.
         to_disk: also ensure that the file is on disk when this returns.
 
     Raises:

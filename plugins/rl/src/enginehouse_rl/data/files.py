@@ -35,9 +35,7 @@ class Shape(NamedTuple):
     """Rows that have the same columns.
 
     Attributes:
-        columns: their names, in the order of the first such row.
         first: the number of the first such row.
-        rows: the number of such rows.
     """
 
     columns: tuple[str, ...]
@@ -162,8 +160,6 @@ class JsonTable:
     """A JSONL file (one object per line), or a JSON file that contains one array of objects.
 
     Args:
-        path: the file.
-        needed: the columns that every row must have.
         problems: gets the problems of rows; these rows are left out.
         until: the `time.monotonic` at which to stop.
     """

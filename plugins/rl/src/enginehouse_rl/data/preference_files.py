@@ -29,7 +29,6 @@ class PreferenceColumns:
     """The columns of a file of preferences.
 
     Attributes:
-        prompt: the column of the prompt.
         responses: the columns of the better and the worse response, or of the only response.
         figure: the number of a row, `"margin"` or `"label"`; empty: it has none.
         figure_column: the column of that number.
@@ -47,12 +46,9 @@ class PreferenceTable:
     """The rows of files of preferences, before they are tokenized.
 
     Args:
-        path: a file, or several.
-        columns: the columns of the files.
         seconds: the time for reading, as for `open_table`.
 
     Attributes:
-        table: the rows.
         has_prompts: true if there is a column of prompts.
 
     Raises:
@@ -89,12 +85,6 @@ class PreferenceTable:
         self, renderer: Renderer, rows: Sequence[int], problems: RowProblems, counted: Counted = skip_counting
     ) -> tuple[list[np.ndarray], list[list[Response]]]:
         """Tokenize some rows.
-
-        Args:
-            renderer: the model's renderer.
-            rows: the rows.
-            problems: gets the problems of rows.
-            counted: shows the number of finished rows.
 
         Returns:
             The token ids of each prompt, and the responses of each column. A response is empty after a problem.

@@ -47,10 +47,8 @@ class PreferenceDataset:
         Args:
             path: a file; or several, whose rows follow each other.
             tokenizer: the model's `transformers` tokenizer.
-            columns: the columns of the files.
             max_tokens: maximum number of tokens of a prompt with a response; a longer row is an error.
             chat_template: as for `PromptDataset.load`.
-            counted: shows the number of finished rows.
             system: as for `PromptDataset.load`.
 
         Raises:

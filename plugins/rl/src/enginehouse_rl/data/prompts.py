@@ -21,7 +21,6 @@ class PromptDataset:
 
     Attributes:
         dropped: the number of prompts that were dropped because they are too long.
-        sources: the sources of its rows, with their weights.
         ranks: the rank of each prompt by `data.order_by`; None without such a column.
     """
 
@@ -74,7 +73,6 @@ class PromptDataset:
             chat_template: use of the tokenizer's chat template. None: only for messages; True: also for plain strings,
                 each as one user message; False: never.
             overlong: treatment of prompts that are too long: `"error"`, or `"drop"` them.
-            counted: shows the number of finished rows.
             order_by: column with a number, for `ranks`.
             system: the system message for chats that begin without one.
             tools: column of the tools that the model may call, for the template: a list of JSON schemas or its text.

@@ -41,9 +41,7 @@ class TokenLimit:
     """The maximum number of tokens of a row.
 
     Attributes:
-        tokens: the number.
         option: the name of the limit in messages: `"data.max_prompt_tokens=1024"`.
-        cure: advice on longer rows.
     """
 
     tokens: int
@@ -64,7 +62,6 @@ def load_tokenizer(
     """Load the tokenizer from a model's directory.
 
     Args:
-        path: the model's directory.
         trust_remote_code: as in transformers.
         template_arguments: arguments of its chat template by name, for rows, environments and rewards.
 
@@ -110,7 +107,6 @@ class Renderer:
         system: the system message for chats that begin without one; None: none is added.
 
     Attributes:
-        writer: writes prompts as text.
         merged: the number of rows in which one token contains letters of both the prompt and the response.
     """
 
@@ -133,7 +129,6 @@ class Renderer:
         Args:
             prompts: strings, or lists of `{"role": ..., "content": ...}`.
             where: names row `i` in messages.
-            counted: shows the number of finished rows.
             problems: gets the problems of rows, which the caller raises; None: they are raised here.
             tools: the tools of each prompt, as a list of JSON schemas or its text; None: there are none.
 
@@ -222,7 +217,6 @@ class Renderer:
         turn if the template wrote its prompt, otherwise with the tokenizer's end of sequence.
 
         Args:
-            prompts: the prompts that `render_prompts` got.
             rendered: the result of `render_prompts`; a text is "" after a problem.
             completions: strings, or lists of messages that begin and end with the assistant.
             column: the name of their column, for messages.
@@ -282,12 +276,6 @@ class Renderer:
 
     def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: Reply, whole: np.ndarray) -> Response:
         """Return a response of several turns, of which only the assistant's are learned.
-
-        Args:
-            prompt: the prompt's text.
-            prompt_tokens: the number of its tokens.
-            reply: the text after it.
-            whole: the tokens of both.
 
         Raises:
             DataError: a token has letters of two turns.

@@ -19,7 +19,6 @@ class Reply:
     """The text that follows a prompt.
 
     Attributes:
-        text: the whole text.
         others: the start and the end, as character positions, of each part that is not the assistant's.
         is_plain: true if the row has the reply as a string, and not as chat messages.
     """

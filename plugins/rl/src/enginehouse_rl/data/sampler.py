@@ -57,9 +57,7 @@ class Sampler(Generic[D]):
         """Start before the first row of epoch 0.
 
         Args:
-            dataset: the data set.
             rows_per_step: the number of rows that `next` returns.
-            seed: the seed of the order.
             sources: the sources of the data set's rows, one after the other; empty: all rows are one source.
             ranks: the rank of each row. In each epoch, rows with lower ranks come first, and rows of equal rank are
                 shuffled; None: all rows are shuffled.

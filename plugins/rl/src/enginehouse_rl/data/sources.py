@@ -20,7 +20,6 @@ class Source(NamedTuple):
     Attributes:
         name: its name in metrics; "" for the only source.
         path: its file; "" if it may have several.
-        rows: the number of rows.
         weight: its weight. Its fraction of the sampled rows is this weight, divided by the sum of all weights.
     """
 
@@ -35,7 +34,6 @@ def make_sources(files: str | Path | Sequence[str | Path] | Mapping[str, float],
 
     Args:
         files: a path, several paths, or weights by path.
-        rows: the number of rows of each file.
 
     Raises:
         DataError: a file with a weight has no rows.

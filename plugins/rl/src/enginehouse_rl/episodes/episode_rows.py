@@ -68,8 +68,6 @@ class EpisodeRows:
 
         Args:
             make: Takes samples with one row for each episode, and returns them with more columns.
-            samples: Columns that the function needs.
-            lengths: Number of tokens of each row.
         """
         joined = self.join(samples)
         extended = make(joined)

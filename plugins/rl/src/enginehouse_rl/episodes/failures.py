@@ -66,7 +66,6 @@ class Failures:
             what: Name of what failed, for messages.
             episodes: Number of episodes that failed with it.
             number: Number of earlier failures of the same thing.
-            error: The failure.
 
         Raises:
             GivenUp: The run continues without it.

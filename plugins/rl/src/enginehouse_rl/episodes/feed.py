@@ -45,8 +45,6 @@ class Feed:
 
     Args:
         loop: Event loop on which tasks are played; nothing else may block it.
-        tasks: Source of the tasks.
-        runner: Plays the tasks.
         schedule: Decides how many groups begin and which groups a step takes.
 
     Attributes:

@@ -39,7 +39,6 @@ class FleetPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
-        fleet: Source of the tokens.
         tokenizer: Tokenizer of the model. Its end tokens also end a response.
         sampling: Sampling parameters for calls that set none.
         name: Prefix of the ids of its requests.

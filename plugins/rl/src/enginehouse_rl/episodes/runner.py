@@ -106,9 +106,6 @@ class EpisodeRunner:
     """Plays tasks on one event loop.
 
     Args:
-        environment: Generates the episodes.
-        make_policy: Makes the policy that generates a task's episodes.
-        scorer: Scores the episodes.
         samples: Number of episodes of a task.
         on_failure: Policy for an episode that fails (`Failures`).
         seconds: Time limit for an episode, or for a whole group if the environment does not play each episode
@@ -168,7 +165,6 @@ class EpisodeRunner:
         """Return the episodes of a task. There are fewer of them, or none, if the failure policy leaves some out.
 
         Args:
-            task: Task to play.
             scoring: Called when the task's episodes are generated and the last of them is about to be scored.
 
         Raises:

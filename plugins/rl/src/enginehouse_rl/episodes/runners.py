@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 class EpisodeRunners:
     """Plays tasks according to a plan. Before `start`, only the environment exists.
 
-    Attributes:
-        event_loop: Event loop on which tasks are played.
-
     Raises:
         ConfigError: The environment raised an error when it was created.
     """
@@ -75,8 +72,6 @@ class EpisodeRunners:
         """Return the runner that plays tasks of a kind.
 
         Args:
-            kind: Name of the kind.
-            fleet: Fleet that generates the tokens.
             name_request: Returns the prefix of the request ids of a task, and the seed of its first request.
         """
         if self._apart:

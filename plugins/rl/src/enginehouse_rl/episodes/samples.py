@@ -161,7 +161,6 @@ def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor
     that long responses arrive late.
 
     Args:
-        samples: Samples of a step.
         left_over: True for groups whose tasks were left over, bool `(groups,)`.
     """
     late = left_over[samples["group"]] & (samples["weight_version"] >= 0)

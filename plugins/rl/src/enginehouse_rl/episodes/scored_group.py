@@ -26,7 +26,6 @@ class ScoredGroup:
     """A task that was played, as the controller knows it.
 
     Attributes:
-        task: The task.
         rewards: Rewards of the remaining episodes. Each episode has one reward, however many rows it has.
         kept: True if the run trains on the episodes: some remain, and no filter rejected them.
         group: The episodes, if they are in this process.
@@ -91,7 +90,6 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
     Groups and their episodes keep their order. The `earlier` rows of an episode come before its own row.
 
     Args:
-        groups: Groups of the episodes.
         traces: Trace of each episode. Empty: none are known.
 
     Returns:

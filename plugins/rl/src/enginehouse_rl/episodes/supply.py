@@ -33,7 +33,6 @@ class Supply:
     """Hands out the samples of each step.
 
     Attributes:
-        prompts: Number of prompts.
         probe: Token sequences for the effect check of weight updates.
         kinds: Kinds of tasks, for `EpisodeRunners`.
     """

@@ -74,7 +74,6 @@ class PromptReader:
     """Reads a run's prompt files. Unlike the plan, it checks all rows before anything starts.
 
     Attributes:
-        tokenizer: Tokenizer of the model.
         too_long: Number of prompts that were dropped because they are too long, by file.
     """
 

@@ -96,7 +96,6 @@ class Trace:
 
     Attributes:
         begun: Start in seconds, like all times here by this machine's `time.monotonic()`.
-        ended: End.
         turns: Its requests in the order in which they ended. Of a repeated attempt, only the last try counts.
         reward_waits: Times during which it waited for the configured reward.
     """
@@ -146,7 +145,6 @@ class TracedPolicy(SamplingPolicy):
     branches.
 
     Args:
-        policy: Policy that generates.
         activity: Counts the episodes that wait for tokens.
         turns: List to which requests are added. None: requests are not recorded.
     """

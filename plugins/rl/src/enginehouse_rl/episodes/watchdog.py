@@ -30,7 +30,6 @@ class LoopWatchdog:
     Args:
         loop: The event loop. The watchdog must be created on it.
         environment: Name of the environment whose episodes run on the loop, for the message.
-        look_seconds: Seconds between two looks.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, environment: str, look_seconds: float = LOOK_SECONDS):

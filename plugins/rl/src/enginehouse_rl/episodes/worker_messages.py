@@ -23,8 +23,6 @@ class EpisodeJob:
 
     Attributes:
         number: Number by which the controller knows the job.
-        kind: Name of the kind of task.
-        task: The task.
         name: Prefix of its request ids.
         seed: Seed of its first request.
     """
@@ -43,7 +41,6 @@ class WorkerOrders:
     Attributes:
         number: Position in the order in which the worker carries out orders, because they may arrive in another.
         counted_kinds: Kinds of tasks whose failures were counted. The worker warns of the next failure of each again.
-        plays: Jobs to play.
         cancelled: Numbers of the jobs to cancel.
         answers: Answers to requests, without their tokens, which come separately.
         places: For each answer, the place of each request in it, by the request's number.

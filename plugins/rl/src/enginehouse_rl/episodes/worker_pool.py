@@ -71,12 +71,8 @@ class _WorkerProcess:
     """The communication with a worker's process while the process lives.
 
     Attributes:
-        seat: The worker's seat.
-        orders: Orders that were not sent yet.
         flights_ended: Results of the worker's requests, with the requests' numbers.
-        plays: Tasks that the worker plays or is to play.
         flights: Requests of the worker that are being generated, by number.
-        sent: Number of calls sent.
         activity: Latest reported activity of its episodes.
     """
 
@@ -147,8 +143,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        With `retry`, tasks of a lost worker are played again with the same seeds, because they need not be what killed
-        it.
+        With `retry`, tasks of a lost worker are played again with the same seeds, because the cause may be another
+        task.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.

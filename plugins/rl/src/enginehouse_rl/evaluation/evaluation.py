@@ -64,7 +64,6 @@ class _RunningEvaluation:
 
     Attributes:
         step: Step whose weights answer them.
-        playing: The tasks.
         whole: Groups that ended with all their episodes.
     """
 
@@ -79,13 +78,7 @@ class Evaluator:
     One evaluation runs at a time, by `begin`, `wait` and `report`.
 
     Args:
-        validations: Prompts by kind of task.
-        runners: Runners that play the prompts.
         add_scores: Adds the scores of a reward model, if there is one.
-        run: Run directory to which the results are written.
-        progress: Shows the results.
-        seed: Seed of the run.
-        tokenizer: Tokenizer for the text of each token.
         most_tokens: Maximum number of tokens that are written one by one, as in `sample_rows`.
         writes_samples: True if the responses are written besides their metrics.
     """

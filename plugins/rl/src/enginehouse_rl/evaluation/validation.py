@@ -46,7 +46,6 @@ class Validation:
 
     Attributes:
         prompts: Prompts of all files, one file after another, with the columns of `PromptDataset.rows`.
-        sampling: Sampling parameters of the responses.
         how: Short description of `sampling`.
         files: Name, path and number of prompts of each file.
         pass_threshold: Lowest reward of a response that passes.

@@ -109,7 +109,6 @@ def make_model(file: Path, key: str, say: Say) -> GgufModel:
     """Return the model directory of a GGUF file, converting the file first if needed.
 
     Args:
-        file: the file.
         key: the config key or option that has the file, for messages.
         say: gets a line about each task.
 
@@ -141,7 +140,6 @@ def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "
     """Write the model directory of a GGUF file: its weights in float32, its tokenizer, and a record of its source.
 
     Args:
-        file: the file.
         directory: the directory, which must not exist.
         key: the config key or option that has the file, for messages.
         say: gets a line about each task.
@@ -189,7 +187,6 @@ class _Header(NamedTuple):
     Attributes:
         tensors: the number of weights of each tensor, by name.
         types: the types of the weights, beginning with the type of most weights.
-        tokens: the number of its tokens.
         fields: the values of its fields, except arrays.
         rotary: the divisors of its rotary frequencies; empty if these are not scaled.
     """
@@ -345,7 +342,6 @@ def _read_tokenizer(folder: str, tokens: int) -> Any:
     tokenizer.
 
     Args:
-        folder: the folder.
         tokens: the number of the file's tokens.
     """
     from tokenizers import Tokenizer

@@ -32,9 +32,7 @@ class HubName(NamedTuple):
     `openai/gsm8k@revision:config/split`.
 
     Attributes:
-        kind: a model or a data set.
         repository: `org/name`.
-        revision: a branch, a tag or a commit, if the name has one.
         config: the configuration of a data set, if the name has one.
         split: its split, if the name has one.
         file: the GGUF file with a model's weights, if the name has one.

@@ -37,8 +37,6 @@ class Snapshot(NamedTuple):
     """Files of a commit, in the cache.
 
     Attributes:
-        path: their directory.
-        commit: the commit.
         unreached: reason why the hub was not asked; empty if it was asked, or need not be asked.
         file: the GGUF file with a model's weights; empty for other models.
     """
@@ -65,11 +63,9 @@ def fetch(
     A process asks for a name only once, so that a second plan, with another layout, gets the same commit.
 
     Args:
-        name: the name.
         key: the config key or option that has the name, for messages.
         files: patterns of the files to fetch.
         others: patterns of files among them that are not fetched.
-        say: shows the progress.
         unreached: reason not to ask the hub; empty: ask it.
 
     Raises:

@@ -26,8 +26,6 @@ class HubSplit(NamedTuple):
 
     Attributes:
         name: the complete name, with a revision only if the config names one.
-        snapshot: the snapshot that contains the files.
-        files: their paths, in order.
     """
 
     name: HubName
@@ -39,10 +37,8 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     """Fetch the files of a split.
 
     Args:
-        name: name of a data set.
         key: the config key that has the name, for messages.
         usual: the split to take if the name has none and the data set has several.
-        say: shows the progress.
 
     Raises:
         DataError: the files cannot be fetched, do not exist, or have an unknown format.

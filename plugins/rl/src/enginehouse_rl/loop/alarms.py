@@ -63,7 +63,6 @@ class Alarm(NamedTuple):
     Attributes:
         name: Name in `alarms.jsonl`.
         look: Describes the current problem, with numbers; empty if there is none.
-        advice: Remedies to try, with config keys.
         after: Names of alarms that are its cause. If one of them is raised, this alarm is not reported.
     """
 
@@ -79,7 +78,6 @@ class Alarms:
     Args:
         run: Run directory to which alarms are written. Alarms that it already contains are not reported again.
         progress: Shows the alarms, and has the history.
-        inputs: Facts about the run.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, inputs: AlarmInputs):
@@ -129,8 +127,6 @@ def measure_change(
     values.
 
     Args:
-        history: History of the run.
-        name: Name of the metric.
         of_first: Reduces the first steps to one number. Use the minimum or maximum for a metric that may change within
             them, and a quartile if noise matters.
     """

@@ -36,7 +36,6 @@ def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: i
 
     Args:
         what: Name of the directory, for messages.
-        staged: The directory.
         hurried: True if the caller set a time limit shorter than the usual limits.
         expected: Expected size of the directory in bytes, if known.
 
@@ -97,9 +96,6 @@ class CheckpointWriter:
 
     Args:
         trained: Workers whose state is saved, by role.
-        run: Run directory.
-        config: Config of the run.
-        dtype: Dtype in which the run computes.
         background: True if every backend of the workers declares `background_save`.
         data: Digests of the training data's files, which go into each checkpoint.
         models: Digests of the models from which roles started, which go into each checkpoint.

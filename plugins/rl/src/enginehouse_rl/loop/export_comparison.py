@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
 """Largest permitted difference of two scores by dtype, as a fraction of the score, or of 1 if the score is smaller. A
-head that starts at zero gives small scores at first, and another token would give similarly small ones."""
+head that starts at zero gives scores near 0 at first, whichever token it reads."""
 
 
 class ExportDiffers(SaveError):

@@ -66,8 +66,6 @@ class Loop(ABC):
 
     Args:
         plan: Checked config, with a checkpoint if the run resumes.
-        run: Run directory to which everything is written.
-        progress: Shows progress.
 
     Attributes:
         trained_step: Last step whose update began; before the first, the step from which the run resumed.

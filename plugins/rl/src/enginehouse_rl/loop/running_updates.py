@@ -23,8 +23,6 @@ class Update:
     """The inputs of a role's update, which are the arguments of `TrainWorker.update`.
 
     Attributes:
-        batch: The rows to train on.
-        loss: Loss to minimize.
         minibatches: Optimizer steps per pass.
         epochs: Passes over the batch.
         first_loss: Loss of the first optimizer step, if it differs from `loss`.

@@ -187,7 +187,6 @@ class Plan(PlayPlan):
     prompts.
 
     Attributes:
-        stages: the stages that add columns to the samples of a step before training, in order.
         old_logprobs: engine whose logprobs are the denominator of the ratio, `"rollout"` or `"actor"`.
         loss: the actor's loss, with the arguments that come from other sections, except those of the KL term.
         critic_loss: the critic's loss; None without a critic.
@@ -265,7 +264,6 @@ def plan(
     The current directory and the config file's directory become importable, both here and in the workers.
 
     Args:
-        config: a loaded config.
         plugins: the installed plugins; None: the plugins of this process, filtered by `plugins` in the config.
         config_path: the file of the config, for messages and imports.
         resume: resume the run in `run.directory` from its newest complete checkpoint, and ignore `run.overwrite`.

@@ -40,14 +40,7 @@ def find_command(config: AnyConfig) -> str:
 
 
 def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
-    """Return the checkpoint from which a run resumes, after checking that it can resume; None after a problem.
-
-    Args:
-        findings: gets the problems.
-        config: the config of the run.
-        trained: the roles that the run trains.
-        dtype: the dtype that the run computes in.
-    """
+    """Return the checkpoint from which a run resumes, after checking that it can resume; None after a problem."""
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():

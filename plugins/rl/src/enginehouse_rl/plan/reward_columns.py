@@ -52,8 +52,6 @@ def check_reward_columns(
     Args:
         function: the reward; None: only names are checked.
         key: the key of its section of the config.
-        arguments: the arguments in that section.
-        columns: the columns of all rows.
         gets: the names of the arguments that the run passes to every reward.
 
     Raises:

@@ -24,7 +24,6 @@ class RewardPlan:
         name: the name under which its scores are logged; empty for the only reward of a run.
         function: `"module:function"`.
         arguments: the arguments of the function. Where the config has the value of an `Enum`, this is the member.
-        section: its section of the config.
     """
 
     name: str

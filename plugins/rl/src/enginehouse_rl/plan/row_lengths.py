@@ -107,8 +107,6 @@ class RowMeter:
 
     Attributes:
         findings: gets notes, and the facts to show.
-        data: the section of the config.
-        table: the rows.
         name: the name of their files in messages.
         noun: the kind of rows: `"prompts"`.
     """

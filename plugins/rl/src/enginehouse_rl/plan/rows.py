@@ -38,7 +38,6 @@ class RowReading:
     """The rows of a config's files, as far as they are known.
 
     Attributes:
-        sources: the sources of training rows, with their weights.
         dropped: the number of rows that are dropped because they are too long.
         sampled: true if there was no time to measure all rows, so that more rows may be dropped.
         columns: the columns that the reward gets; None if a file could not be read.
@@ -58,8 +57,6 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
     """Read the files of prompts, and check every row as the run does when it starts.
 
     Args:
-        findings: gets the problems, notes and facts.
-        config: the config of the run.
         limit: the maximum number of tokens of a prompt.
         tokenizer: the model's tokenizer; None after a problem.
     """

@@ -80,12 +80,9 @@ def plan_stages(
     """Plan the stages of a step, and reject a stage that needs a column which no earlier stage adds.
 
     Args:
-        findings: gets the problems.
-        config: the config of the run.
         needs: the columns that the advantage reads; None: all but texts.
         uses_reference: true if a KL term or the advantage compares with a reference.
         old_logprobs: engine whose logprobs are the denominator of the ratio.
-        own: the stages of plugins.
     """
     stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))
     columns = set(OF_SAMPLES)

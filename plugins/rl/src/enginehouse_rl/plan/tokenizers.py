@@ -61,7 +61,6 @@ def check_tokens(
     An added token with another name is only noted, because chat models of one family rename those they do not use.
 
     Args:
-        findings: gets the note.
         role: the name of the role, which is also the key of its section.
         paths: the directories of the actor's model and of the role's model.
         models: the `config.json` of both models.

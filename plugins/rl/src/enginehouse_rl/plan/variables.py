@@ -37,10 +37,8 @@ def check_variables(findings: Findings, key: str, variables: Mapping[str, str], 
     """Reject variables that cannot be set, and secrets that are written in the config.
 
     Args:
-        findings: gets the problems.
         key: the config key of the variables: `"actor.engine.env"`.
         variables: the values by name. `${NAME}` in a value stands for a variable of this process.
-        launcher: `cluster.launcher`.
     """
     for name in variables:
         by_prefix = (reason for prefix, reason in DECIDED_BY_PREFIX.items() if name.startswith(prefix))

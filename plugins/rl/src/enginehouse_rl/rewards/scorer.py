@@ -26,7 +26,6 @@ class Scorer:
     are also returned together, because each wake-up of the other thread makes both wait for the GIL.
 
     Args:
-        pool: Pool that scores.
         rows: Number of rows of a step or a validation. The pool limits failures to a fraction of it.
     """
 

@@ -109,7 +109,6 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
 
     Args:
         samples: All samples of a step in complete groups, as `collect_rows` returns them.
-        rewards: Rewards of the run.
     """
     if not rewards:
         return samples.with_columns(rewards=torch.empty(len(samples), 0))

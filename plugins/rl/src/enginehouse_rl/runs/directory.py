@@ -68,7 +68,6 @@ class RunDirectory:
         last_step: The last step whose metrics were written; 0 before the first.
         validated_step: The last step whose validation was written; -1 before the first.
         observers: The observers of the run, in the order in which they get its events; trackers come first.
-        alarms: The rows of `alarms.jsonl`, including those from before a resume.
     """
 
     record: RunRecord
@@ -274,14 +273,7 @@ class RunDirectory:
         self.tell("validated", step=step, metrics=metrics, how=how)
 
     def log_alarm(self, step: int, alarm: str, problem: str, advice: str) -> None:
-        """Write an alarm to `alarms.jsonl`, and notify the observers.
-
-        Args:
-            step: The step after which the alarm was raised.
-            alarm: The alarm's name.
-            problem: A description of the problem.
-            advice: A suggested fix.
-        """
+        """Write an alarm to `alarms.jsonl`, and notify the observers."""
         self.alarms.append({"step": step, "alarm": alarm, "said": problem, "advice": advice})
         self._append("alarms.jsonl", self.alarms[-1])
         self.tell("alarmed", alarm=self.alarms[-1])

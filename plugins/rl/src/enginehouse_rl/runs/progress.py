@@ -59,15 +59,12 @@ class Progress(Observer):
     On a terminal, a separate thread draws the display four times a second.
 
     Args:
-        title: The run's name.
         mode: `"live"`, `"lines"`, `"quiet"` or `"json"`. None: live if the console is a terminal that can move its
             cursor, otherwise lines.
         console: The console to write to; None: standard output.
         emit: Writes each event in the mode `"json"`, in which nothing else is written.
 
     Attributes:
-        history: The run's metrics.
-        alarms: The run's alarms.
         state: Returns the current activity in a few words, or an empty text. Called whenever something is shown.
         replicas: Returns the states of the rollout replicas. Called whenever something is shown, from another thread.
     """
@@ -136,9 +133,6 @@ class Progress(Observer):
         """Yield the parts of something that is being generated, and show the number of its items so far.
 
         Args:
-            parts: The parts.
-            what: The name of the items.
-            of: The number of items in all parts.
             size: Returns the number of items in a part.
         """
         self._part = what, 0, of

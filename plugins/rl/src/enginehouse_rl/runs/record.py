@@ -35,9 +35,6 @@ class RunRecord:
     The record of a killed run has the status `running` until the run is resumed.
 
     Args:
-        path: The file.
-        command: The command that started the run.
-        packages: Further distributions whose versions are recorded.
         resumed_after: The step after which a run is resumed. The record of its earlier processes then moves to the list
             `earlier`, except for `best`.
     """

@@ -23,7 +23,6 @@ class SavedModels:
     """The saved models of a run directory.
 
     Args:
-        run_path: The run directory.
         kept: Number of the newest models of steps that are kept; None: all.
 
     Attributes:

@@ -65,9 +65,6 @@ class Timeline:
         """Add a span. Spans of one track must nest; use `lane` for spans that may overlap.
 
         Args:
-            name: The name of the activity.
-            started: The time of its start.
-            ended: The time of its end.
             track: The row of the span.
             process: The group of the row; empty: the run's own group.
             details: Plain data that a viewer shows when the span is clicked.

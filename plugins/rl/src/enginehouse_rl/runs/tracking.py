@@ -29,12 +29,7 @@ HURRY_SECONDS = 3.0
 
 
 class TrackerFeed(Observer):
-    """Passes a run's metrics to a tracker in a daemon thread, so that no call here waits for the tracker.
-
-    Attributes:
-        plan: The tracker.
-        problems: Descriptions of the tracker's problems.
-    """
+    """Passes a run's metrics to a tracker in a daemon thread, so that no call here waits for the tracker."""
 
     def __init__(self, plan: TrackerPlan):
         self.plan = plan

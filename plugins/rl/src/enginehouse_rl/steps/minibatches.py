@@ -10,9 +10,6 @@ def assign_minibatches(rows: int, minibatches: int, epochs: int, seed: int) -> t
     """Assign rows to mini-batches at random, differently in each pass and as evenly as possible.
 
     Args:
-        rows: Number of rows.
-        minibatches: Number of mini-batches of a pass.
-        epochs: Number of passes.
         seed: A number of any size, at least 0; all its bits count.
 
     Returns:

@@ -32,7 +32,6 @@ def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> 
 
     Args:
         samples: Rows of `collect_rows`.
-        roles: The run's roles.
         weight: The factor of the score.
 
     Raises:
@@ -56,7 +55,6 @@ def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) 
 
     Args:
         samples: Rows of `collect_rows`, at least one.
-        roles: The run's roles.
         group: The model's workers.
 
     Returns:

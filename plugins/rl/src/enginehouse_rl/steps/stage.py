@@ -22,13 +22,11 @@ class BatchStage(ABC):
     """A stage of each step of a run.
 
     Args:
-        plan: The plan of the run.
         planned: The plan of the stage, with the columns that it needs and adds.
 
     Attributes:
         phase: The phase of a step that counts the stage's seconds.
         scores: True if the sample metrics use the reward as it is after this stage.
-        figures: The metrics of the last step.
     """
 
     phase: str

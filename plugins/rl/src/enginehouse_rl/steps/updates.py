@@ -25,9 +25,6 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
     """Return the update of each trained role.
 
     Args:
-        plan: The run's plan.
-        batch: The step's samples, with the columns of all stages.
-        step: The number of the step.
         version: The version of the weights that compute its first forward pass.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic

@@ -18,7 +18,6 @@ class BenchmarksPart(Part[Config]):
     """The benchmarks on which a model is evaluated, beside the files of held-out prompts.
 
     Attributes:
-        benchmarks: the plan of each benchmark.
         longest: the maximum number of tokens of a prompt with its response; 0 without benchmarks.
     """
 

@@ -33,9 +33,6 @@ class Part(Generic[C]):
 
     Parts settle one after another, in the order of a tuple in `enginehouse_rl.plan.plan`. A later part may read the
     attributes of an earlier part (`run[ModelPart].json`) and the draft's roles.
-
-    Attributes:
-        run: the draft of the plan.
     """
 
     def __init__(self, run: Draft[C]):

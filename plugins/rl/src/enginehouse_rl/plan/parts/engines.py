@@ -123,13 +123,7 @@ class RoleEngine:
             )
 
     def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:
-        """Check the options against a model and its files, unless either has a problem already.
-
-        Args:
-            model: the model's `config.json`.
-            spec: the model that the engine loads.
-            path_key: the config key of the model.
-        """
+        """Check the options against a model and its files, unless either has a problem already."""
         if self.typed is None or not model:
             return
         self.findings.doing(f"Building {spec.path} without its weights")
@@ -259,9 +253,6 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
     """Reject arguments under `native` that the engine's source does not declare, if the engine is installed.
 
     Args:
-        findings: gets the problems.
-        options: the options of the backend.
-        backend: the name of the backend.
         python: the interpreter in whose packages the engine is installed; None: this process's interpreter.
         key: the config key of the role: `"actor"`.
     """

@@ -27,7 +27,6 @@ class EnvironmentPart(Part[Config]):
     """The environment that generates the samples.
 
     Attributes:
-        call: the environment's class.
         vocabulary: the number of tokens that every model of the run knows; None if unknown.
         most_tokens: the maximum length in tokens of a sample that every model can read; None if unknown.
     """

@@ -23,11 +23,7 @@ from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_promp
 
 
 class PromptsPart(DataPart[Config]):
-    """The training prompts of a run, and those that it is validated on.
-
-    Attributes:
-        rows: the rows of the files, as far as they are known.
-    """
+    """The training prompts of a run, and those that it is validated on."""
 
     rows: RowReading
 

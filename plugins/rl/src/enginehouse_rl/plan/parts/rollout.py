@@ -27,8 +27,6 @@ class GeneratorPart(Part[Config]):
         """Add the role, and let its engine check the model and the sampling settings.
 
         Args:
-            section: the section of the engine.
-            replicas: the number of replicas.
             key: the key of the section that contains the engine's section.
             trains: true if the engine answers training prompts.
             validates: true if the engine answers held-out prompts.

@@ -39,11 +39,7 @@ class StageModelsPart(Part[Config]):
 
 
 class StagesPart(Part[Config]):
-    """The stages of a step, which add columns to its samples before training.
-
-    Attributes:
-        stages: the stages in their order.
-    """
+    """The stages of a step, which add columns to its samples before training."""
 
     stages: tuple[StagePlan, ...]
 

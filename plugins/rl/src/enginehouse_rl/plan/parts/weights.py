@@ -18,9 +18,6 @@ class WeightsPart(Part[Config]):
     """The transports of weights.
 
     `weights.transport` is the transport to the rollout; it also serves another role if it reaches that role.
-
-    Attributes:
-        reason: the reason for the rollout's transport.
     """
 
     reason = ""
