@@ -68,8 +68,7 @@ class Table(Protocol):
         """Return the shapes of the rows, beginning with the shape of the first row. A Parquet file has one shape."""
         ...
 
-    def list_files(self) -> Sequence[Table]:
-        ...
+    def list_files(self) -> Sequence[Table]: ...
 
 
 class RowProblems:
@@ -247,8 +246,7 @@ class ParquetTable:
             return values
 
     def _read_others(self) -> Any:
-        """Return the other columns as a `datasets.Dataset`, or None; those that it cannot decode are read separately.
-        """
+        """Return the other columns as a `datasets.Dataset`, or None; those that it cannot decode are read separately."""
         import datasets
         from pyarrow import parquet
 

@@ -31,8 +31,7 @@ class SamplingPolicy:
 class TokenSource(Protocol):
     """The source of a policy's tokens: a fleet, or a replacement of it."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        ...
+    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
 
 class FleetPolicy(SamplingPolicy):

@@ -60,20 +60,16 @@ Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 
 
 class TaskRunner(Protocol):
-    """The runner that the feed uses: an `EpisodeRunner`, or one with the same methods that lets another process play.
-    """
+    """The runner that the feed uses: an `EpisodeRunner`, or one with the same methods that lets another process play."""
 
     samples: int
 
     @property
-    def last_error(self) -> BaseException | None:
-        ...
+    def last_error(self) -> BaseException | None: ...
 
-    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        ...
+    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup: ...
 
-    def metrics(self) -> dict[str, float]:
-        ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
