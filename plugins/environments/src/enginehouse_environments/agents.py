@@ -95,7 +95,7 @@ class OpenAIAgent:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """Raise `ConfigError` if the agent does not exist or cannot be called, or for an unknown format of tool calls."""
+        """Raise `ConfigError` if the agent cannot be imported or called, or the format of tool calls is unknown."""
         load_agent(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")

@@ -150,7 +150,7 @@ def _read_hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`. `;` separates several calls."""
+    """`{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`; `;` separates calls."""
     tag = "<|python_tag|>"
     begin = text.find(tag)
     has_tag = begin >= 0

@@ -78,7 +78,7 @@ class InProcessGames:
 
 
 class GameProcesses:
-    """Plays games in `processes` other processes, which start with the first game. Has the methods of `InProcessGames`."""
+    """Plays games in other processes, which start with the first game. Has the methods of `InProcessGames`."""
 
     def __init__(self, make: Callable[[int], HeldGame], processes: int, step_seconds: float):
         self._processes = [_GameProcess(make, step_seconds) for _ in range(processes)]

@@ -422,7 +422,7 @@ def _encode_content(message: Mapping[str, Any]) -> bytes:
 
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
-    """Return the answer that a message repeats: the one with its calls' ids, else preferably one without a successor."""
+    """Return the answer that a message repeats: the one with its calls' ids, else one that nothing follows."""
     ids = _call_ids(message)
     candidates = [answer for answer in answers if ids and _call_ids(answer.message) == ids] or answers
     return next((answer for answer in candidates if not answer.followed), candidates[-1])

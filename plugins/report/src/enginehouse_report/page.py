@@ -91,7 +91,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, str]]:
-    """Yield blocks of whole rows while there is room. Add each row's block and index as the columns `block` and `at`."""
+    """Yield blocks of whole rows while there is room. The columns `block` and `at` get each row's block and index."""
     blocks: list[Any] = [None] * len(table.places)
     places: list[Any] = [None] * len(table.places)
     table.columns |= {"block": blocks, "at": places}

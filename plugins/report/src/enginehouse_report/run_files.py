@@ -109,7 +109,7 @@ class RunFiles:
         }
 
     def config(self) -> tuple[dict[str, Any], list[str], str]:
-        """Return the config by dotted keys, the keys that differ from defaults, and the problem if it cannot be read."""
+        """Return the config by dotted keys, the keys that differ from defaults, and a problem in reading it."""
         try:
             config = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
         except FileNotFoundError:

@@ -146,7 +146,7 @@ def name_exit(code: int | None) -> str:
 
 
 def main(descriptor: int, at_work: int) -> None:
-    """Serve the socket on `descriptor` until it is closed; write the number of the current row to the file `at_work`."""
+    """Serve the socket `descriptor` until it is closed; write the number of the current row to the file `at_work`."""
     faulthandler.enable()  # a crash in C prints its place into the row's output
     line = socket.socket(fileno=descriptor)
     with line, line.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
@@ -185,7 +185,7 @@ def _receive(incoming: Any) -> Any:
 
 
 def _listen(incoming: Any, inbox: Inbox) -> None:
-    """Receive messages while the function runs. Exit if the process still runs `CLOSE_SECONDS` after the socket closed."""
+    """Receive messages while the function runs. Exit if it still runs `CLOSE_SECONDS` after the socket closed."""
     with suppress(OSError, ValueError):
         while (message := _receive(incoming)) is not None:
             inbox.put(message)
@@ -266,7 +266,7 @@ class Judge:
             return self._describe(error)
 
     def _serve_batch(self, message: RowsToScore, send: Send, runner: asyncio.Runner) -> None:
-        """Score rows in one call. If it raises an error, score each row separately, so that a bad row affects no other."""
+        """Score rows in one call. If it raises an error, score each row separately, so a bad row affects no other."""
         results = self._score_batch(message.rows, runner)
         if not isinstance(results, Failure):
             send(dict(zip(message.numbers, results, strict=True)))

@@ -246,7 +246,7 @@ class ParquetTable:
             return values
 
     def _read_others(self) -> Any:
-        """Return the other columns as a `datasets.Dataset`, or None; those that it cannot decode are read separately."""
+        """Return the other columns as a `datasets.Dataset`, or None; columns it cannot decode are read separately."""
         import datasets
         from pyarrow import parquet
 

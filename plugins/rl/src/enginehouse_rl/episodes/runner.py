@@ -60,7 +60,7 @@ Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 
 
 class TaskRunner(Protocol):
-    """The runner that the feed uses: an `EpisodeRunner`, or one with the same methods that lets another process play."""
+    """The runner that the feed uses: an `EpisodeRunner`, or one with its methods that lets another process play."""
 
     samples: int
 

@@ -193,7 +193,7 @@ def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
 
 
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
-    """Draw the longest of a step's traces on the timeline, each as a sequence of waits. There is one trace per sample."""
+    """Draw the longest of a step's traces on the timeline, each as a sequence of waits. Each sample has one trace."""
     known_traces = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
     longest = sorted(known_traces, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
     for row, trace in sorted(longest, key=lambda entry: entry[1].begun):

@@ -49,7 +49,7 @@ class HeldOutPrompts:
             )
 
     def before_first_step(self) -> None:
-        """Validate before the first step. A resumed run validates only if it was interrupted before a due validation."""
+        """Validate before the first step. A resumed run does so only if it was interrupted before a validation."""
         run, step = self._run, self._run.trained_step
         missed = step > run.run_directory.validated_step
         if self.evaluator is not None and (not step or (missed and run.validates(step))):

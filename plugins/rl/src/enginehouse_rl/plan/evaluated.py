@@ -68,7 +68,7 @@ class EvaluatedModel:
 
 
 def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
-    """Return the directory of an evaluation: `configured` if the overrides set it, else a new one beside `configured`."""
+    """Return the directory of an evaluation: `configured` if the overrides set it, else a new one beside it."""
     if is_overridden("run.directory", overrides):
         return configured
     first = Path(configured).parent / f"eval-{name}"

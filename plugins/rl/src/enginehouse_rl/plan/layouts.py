@@ -62,7 +62,7 @@ def _count_longest(config: AnyConfig) -> int:
 
 
 def _list_places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Return overrides that put actor and rollout in one process, on the same GPUs in turns, or each on half of them."""
+    """Return overrides that put actor and rollout in one process, on the same GPUs in turns, or each on half."""
     if not isinstance(config, Config):
         yield (f"actor.processes={gpus}",)
         return

@@ -167,7 +167,7 @@ def _list_sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Seque
 def look_at_demonstrations(
     findings: Findings, config: SFTConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[list[Source], int]:
-    """Check the files of a supervised run like `look_at_prompts`; return the sources, and the number of held-out rows."""
+    """Check the files of a supervised run like `look_at_prompts`; return the sources and the held-out row count."""
     data, until = config.data, time.monotonic() + READ_SECONDS
     tables = []
     for paths in (data.validation, data.train):  # the larger one last: it gets the time that the other leaves

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageStage(BatchStage):
-    """Adds the columns of the configured estimator. It gets one row per episode, with only the columns that it needs."""
+    """Adds the columns of the configured estimator. It gets one row per episode, with only the needed columns."""
 
     phase = "advantage"
 

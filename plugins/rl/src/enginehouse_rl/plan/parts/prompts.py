@@ -55,7 +55,7 @@ class PromptsPart(DataPart[Config]):
         return self.run[BenchmarksPart].longest
 
     def add_response(self, key: str, tokens: int) -> tuple[int, str]:
-        """Return the tokens of the longest prompt with a response of `tokens`, the value of `key`, and describe both."""
+        """Return the length of the longest prompt with a response of `tokens`, the value of `key`; describe both."""
         prompt, description = self.limit.tokens, f"a prompt of {self.limit.option}"
         # In an environment of more turns, a row is more than a prompt and a response.
         if self.rows.longest is not None and self.run[EnvironmentPart].is_single_turn:
