@@ -91,8 +91,9 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
         if [(call.name, call.arguments) for call in form.parse(template.call(*_PROBE)).calls] == [_PROBE]:
             return form
     raise UserError(
-        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say one "
-        f"that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that does"
+        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say "
+        f"one that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that "
+        "writes calls"
     )
 
 

@@ -46,7 +46,7 @@ class ChatTemplate:
     ):
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                "the tokenizer of the model has no chat template, by which messages are rendered: take one that has, "
+                "the tokenizer of the model has no chat template, which renders messages: use a model that has one, "
                 "or set its tokenizer's chat_template"
             )
         self.tokenizer, self.tools = tokenizer, list(tools) if tools else None

@@ -98,14 +98,14 @@ class ChatRequest(BaseModel):
             if value is None or name in UNHEEDED or name in ignored or value in NEUTRAL.get(name, ()):
                 continue
             raise refuse(
-                f"{name}={json.dumps(value)[:60]} is not supported: the run's own sampling makes what is trained on. "
-                "Remove it, or have it ignored (environment.arguments.ignored)",
+                f"{name}={json.dumps(value)[:60]} is not supported: the run trains only on tokens of its own "
+                "sampling. Remove it, or let it be ignored (environment.arguments.ignored)",
                 name,
             )
         if "tool_choice" not in ignored and self.tool_choice not in (None, "none", "auto"):
-            raise refuse("tool_choice is none or auto: nothing forces a call", "tool_choice")
+            raise refuse("tool_choice must be none or auto, because calls cannot be forced", "tool_choice")
         if not all(isinstance(tool.get("function"), dict) for tool in self.tools or ()):
-            raise refuse("tools are functions: the policy knows no others", "tools")
+            raise refuse("all tools must be functions", "tools")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}

@@ -90,8 +90,8 @@ class Tool:
             if self._failures == FIRST_CALLS:
                 self._failures = None
                 log.warning(
-                    "each of the first %d calls of the tool %r failed, the last: %s. That is told to the model and "
-                    "ends nothing. If the tool is at fault, call it by hand, await what it awaits, raise tool_seconds",
+                    "each of the first %d calls of the tool %r failed, the last: %s. The model is told, and the run "
+                    "continues. If the tool is at fault, call it by hand, await its coroutines, or raise tool_seconds",
                     FIRST_CALLS, self.name, message, exc_info=raised,
                 )  # fmt: skip
         return ToolError(message)

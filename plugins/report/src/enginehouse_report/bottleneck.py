@@ -84,7 +84,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
     advice = [item for item in advisor.advise() if item.key in config]
     if config.get("cluster.launcher") == "inline" and any(item.key in NEED_PROCESSES for item in advice):
         others = [item for item in advice if item.key not in NEED_PROCESSES]
-        advice = [Advice("cluster.launcher", "inline", "ray", "roles then have processes, and several"), *others]
+        advice = [Advice("cluster.launcher", "inline", "ray", "each role then has one or more processes"), *others]
     paragraph = _describe(len(counted), whole, shares, phases, advice, (path / "profiles").is_dir())
     return Bottleneck(len(counted), whole, shares, phases, advice, paragraph)
 
@@ -135,7 +135,7 @@ class _Advisor:
             "rollout": self._advise_rollout(),
             "actor": self._advise_actor(),
             "reward": self._advise_reward(),
-            "environment": [more("environment.processes", "more episodes are in tools at once", 2), *overlap],
+            "environment": [more("environment.processes", "more episodes use tools at the same time", 2), *overlap],
             "critic": [more("critic.processes", "more share each batch", 2), *overlap],
             "reference": [more("reference.processes", "more share each batch", 2), *overlap],
             "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
@@ -143,13 +143,13 @@ class _Advisor:
             "sync": self._advise_sync(),
             "turns": [self._try("rollout.placement", "separate", "each role keeps devices")],
             "controller": [
-                more("environment.processes", "tokens and texts do not pass the controller then", 2),
-                more("train.prompts_per_step", "what a step costs whatever its size is spread over more samples"),
-                more("train.rows_per_step", "what a step costs whatever its size is spread over more rows"),
+                more("environment.processes", "tokens and texts then do not pass through the controller", 2),
+                more("train.prompts_per_step", "the fixed cost of a step is spread over more samples"),
+                more("train.rows_per_step", "the fixed cost of a step is spread over more rows"),
             ],
             "validation": [
                 more("train.validate_every", "validations come less often", 50),
-                more("evaluation.max_prompts", "fewer prompts are answered in one", 100),
+                more("evaluation.max_prompts", "a validation answers fewer prompts", 100),
             ],
             "checkpoint": [more("train.checkpoint_every", "checkpoints come less often", 50)],
         }[part]
@@ -188,9 +188,12 @@ class _Advisor:
     def _advise_reward(self) -> list[Advice]:
         advice = [self._more("reward.processes", "more responses are scored at once")]
         if self._config.get("reward_model.path"):
-            advice.append(self._more("reward_model.processes", "the reward model is part of it", 2))
+            advice.append(self._more("reward_model.processes", "the reward model takes a part of this time", 2))
         if self._config.get("train.staleness") == 0:
-            why = "the next step's are scored while this one trains; it takes a rollout in processes of its own"
+            why = (
+                "the next step's responses are scored while this step trains; this needs a rollout in separate "
+                "processes"
+            )
             advice += self._overlap() or [self._try("train.staleness", 1, why)]
         return advice
 
@@ -225,7 +228,7 @@ def _describe(
         now = "unset" if item.now is None else item.now
         text += f" {'Or' if place else 'Try'} {item.key}={item.attempt} (now {now}): {item.why}."
     if profiled and largest in ("actor", "critic", "reference", "reward_model", "rollout"):
-        text += " profiles/ has which operators it is made of."
+        text += " profiles/ shows its operators."
     return text
 
 

@@ -85,7 +85,7 @@ class Prometheus:
         except OSError as error:
             raise EnginehouseError(
                 f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
-                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
+                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any free port"
             ) from error
         self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
         self._write_target(self._server.server_port)
@@ -132,7 +132,7 @@ class _ServedMetrics:
                     self._values[name, kind] = so_far + value
                 elif before < MOST_METRICS:
                     before = MOST_METRICS
-                    log.warning("Prometheus gets the first %d metrics of this run alone", MOST_METRICS)
+                    log.warning("Prometheus gets only the first %d metrics of this run", MOST_METRICS)
 
     def end(self, outcome: Outcome, seconds: float) -> None:
         """Set the outcome. If metrics were ever fetched, wait until the last ones are fetched."""

@@ -203,8 +203,8 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
     status = _text(record.get("status")) or "unknown"
     if status == "running" and run_lock.find_holder(path) is None:
         if record.get("host") == socket.gethostname():
-            return "killed", "its process is gone, and wrote no end"
-        return status, "as it was copied or seen from another machine: it may have ended"
+            return "killed", "its process ended without recording an end"
+        return status, "seen from another machine or in a copy; it may have ended"
     return status, ""
 
 

@@ -265,4 +265,6 @@ class RewardProcesses:
                 self._record.write_text(text, encoding="utf-8", errors="replace")
                 pointer = f" {self._record} has its traceback and output."
         consequence = _CONSEQUENCES[self._policy.on_error]
-        log.warning("%s: %s. Such rows are %s; said only once.%s", self._policy.label, line, consequence, pointer)
+        log.warning(
+            "%s: %s. Such rows are %s; this is reported only once.%s", self._policy.label, line, consequence, pointer
+        )

@@ -279,7 +279,7 @@ def check_isolation() -> None:
 
 def refusal(missing: Sequence[str]) -> str:
     return (
-        f"this machine cannot restrict {' and '.join(missing)} of a program, which takes Linux 5.13 with Landlock "
+        f"this machine cannot restrict {' and '.join(missing)} of a program, which needs Linux 5.13 with Landlock "
         "among its security modules, and seccomp, on x86_64 or aarch64; the argument isolation=best accepts less"
     )
 

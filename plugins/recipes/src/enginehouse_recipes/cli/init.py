@@ -153,7 +153,9 @@ def _write(
         try:
             return plan(load_config(CONFIG), config_path=CONFIG)
         except UserError as error:
-            error.args = (f"`enginehouse plan` refuses what these answers make, so nothing is kept: {error}",)
+            error.args = (
+                f"`enginehouse plan` rejects the project that these answers create, so nothing is kept: {error}",
+            )
             raise
 
 

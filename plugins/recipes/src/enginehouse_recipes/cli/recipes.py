@@ -139,5 +139,5 @@ def _run(chosen: Recipe, overrides: Sequence[str], resume: bool, quiet: bool) ->
 
     context = click.get_current_context()
     command = main.get_command(context, chosen.command)
-    assert command is not None, f"the recipe {chosen.name} names a command that is not there"
+    assert command is not None, f"the recipe {chosen.name} names a command that does not exist"
     context.invoke(command, config=str(chosen.path), overrides=tuple(overrides), resume=resume, quiet=quiet)

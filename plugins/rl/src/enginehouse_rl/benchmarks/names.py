@@ -88,7 +88,9 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
         name, at, revision = text.strip().partition("@")
         if name in SEVERAL and at:
             parts = ", ".join(f"{part}@REVISION" for part in SEVERAL[name])
-            raise ValueError(f"{text!r}: {name} has several data sets, and a revision is of one: write {parts}")
+            raise ValueError(
+                f"{text!r}: {name} has several data sets, and a revision belongs to one of them: write {parts}"
+            )
         if (name not in BENCHMARKS and name not in SEVERAL) or (at and not revision):
             raise ValueError(f"unknown benchmark {text!r}. {nearest(name, [*BENCHMARKS, *SEVERAL])}")
         for part in SEVERAL.get(name, (name,)):
@@ -126,7 +128,8 @@ def _check_sentences(name: str) -> None:
         output = io.StringIO()
         if not nltk.download(SENTENCES, quiet=True, print_error_to=output):
             raise ConfigError(
-                f"the benchmark {name} counts sentences by NLTK's data {SENTENCES}, which are not here, and cannot be "
-                f"downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): call `python -m "
-                f"nltk.downloader -d FOLDER {SENTENCES}` where there is a network, and set NLTK_DATA to the folder"
+                f"the benchmark {name} counts sentences with NLTK's data {SENTENCES}, which is not installed and "
+                f"cannot be downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): run `python "
+                f"-m nltk.downloader -d FOLDER {SENTENCES}` on a machine with a network, and set NLTK_DATA to the "
+                "folder"
             ) from None

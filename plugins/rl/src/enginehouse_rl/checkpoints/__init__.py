@@ -136,7 +136,7 @@ class Checkpoint:
             if (size_found := file.stat().st_size) != size:
                 raise ValueError(f"{name} has {size_found} bytes, {size} were written")
         if (total := sum(size for size, _ in self.files.values())) > LARGE_BYTES:
-            log.warning("reading all %.1f GiB of %s, to see that it is whole", total / 2**30, self.path)
+            log.warning("reading all %.1f GiB of %s to check that it is intact", total / 2**30, self.path)
         digests = file_digests(self.path / name for name in self.files)
         for name, (_, digest) in self.files.items():
             if digests[str(self.path / name)] != digest:

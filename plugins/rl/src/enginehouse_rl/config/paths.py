@@ -171,7 +171,8 @@ def _explain_no_directory(path: str) -> str:
         return f"{reason}. Did you mean {parent / close[0]}?"
     if _HUB_ID.fullmatch(path) and parent.is_dir():
         return (
-            f"{reason}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"
+            f"{reason}. Because {parent} is a directory here, the path is not taken as a name on the Hugging Face "
+            f"hub; for the hub, write {path}@main"
         )
     if _HUB_ID.fullmatch(path):
         return (

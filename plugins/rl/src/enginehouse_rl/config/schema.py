@@ -42,8 +42,8 @@ def _refuse_variables(paths: str | Iterable[str]) -> None:
         if variable := _VARIABLE.search(path):
             raise ValueError(
                 f"{variable[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
-                "engine.env, and for arguments of rewards, environments and trackers): write the path in full, or give "
-                "it on the command line, where the shell puts it in"
+                "engine.env, and for arguments of rewards, environments and trackers): write the full path, or set "
+                "it on the command line, where the shell replaces the variable"
             )
 
 

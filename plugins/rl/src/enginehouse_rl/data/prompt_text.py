@@ -102,8 +102,8 @@ class PromptWriter:
             )
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                "the prompt ends with a turn of the assistant, which is what the model is to write: "
-                "leave that turn out; for `enginehouse sft` it belongs in the column of responses (data.response)"
+                "the prompt ends with a turn of the assistant, but the model is to write that turn: leave it out; "
+                "for `enginehouse sft` it belongs in the column of responses (data.response)"
             )
         if self.chat_template is False:
             raise _NoTemplate(

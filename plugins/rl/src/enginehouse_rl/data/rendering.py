@@ -282,7 +282,9 @@ class Renderer:
         """
         borders = self._encode([prompt + reply.text[:at] for part in reply.others for at in part])
         if any(ids != whole[: len(ids)].tolist() for ids in borders):
-            raise DataError("has a turn that begins or ends within a token: give each turn of the assistant as a row")
+            raise DataError(
+                "has a turn that begins or ends within a token: make a separate row of each turn of the assistant"
+            )
         starts, ends = [prompt_tokens, *map(len, borders[1::2])], [*map(len, borders[::2]), len(whole)]
         learned = np.zeros(len(whole), np.bool_)
         for start, end in zip(starts, ends, strict=True):

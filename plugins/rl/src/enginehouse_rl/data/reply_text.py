@@ -61,9 +61,9 @@ class ReplyWriter:
         whole = write(len(reply), False)
         if not whole.startswith(text) or len(whole) == len(text):
             raise DataError(
-                f"follows no prompt: the prompt ends with {text[-30:]!r}, which the chat template writes otherwise "
-                "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
-                "stands behind the prompt as it is"
+                f"does not continue the prompt: the prompt ends with {text[-30:]!r}, which the chat template writes "
+                "otherwise where this reply follows: give each turn of the assistant as a row of its own, and as a "
+                "text, which stands behind the prompt as it is"
             )
         other_parts: list[tuple[int, int]] = []
         start = len(text)

@@ -66,7 +66,7 @@ class Sampler(Generic[D]):
             ValueError: `rows_per_step` is not positive, or the data set or a source is empty.
         """
         if rows_per_step < 1 or not len(dataset):
-            raise ValueError(f"cannot draw {rows_per_step} rows a step from {len(dataset)} rows")
+            raise ValueError(f"cannot take {rows_per_step} rows a step from {len(dataset)} rows")
         self.dataset = dataset
         self.rows_per_step = rows_per_step
         self.seed = seed
@@ -74,7 +74,7 @@ class Sampler(Generic[D]):
         self._sources = tuple(sources) or (Source("", "", len(dataset), 1.0),)
         self._sizes = np.array([source.rows for source in self._sources], dtype=np.int64)
         if self._sizes.sum() != len(dataset) or not self._sizes.all():
-            raise ValueError(f"sources of {self._sizes.tolist()} rows are not those of {len(dataset)} rows")
+            raise ValueError(f"the sources have {self._sizes.tolist()} rows, but the data set has {len(dataset)} rows")
         self._starts = np.cumsum(self._sizes) - self._sizes
         weights = [Fraction(source.weight) for source in self._sources]
         bounds = [int(2**64 * part / sum(weights)) for part in accumulate(weights[:-1])]

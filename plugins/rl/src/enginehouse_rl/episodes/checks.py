@@ -224,7 +224,7 @@ def _check_score(score: Any) -> str:
         if problem := _check_text("the name of a figure of its score", name):
             return problem
         if is_reserved(name) or "/" in name:
-            return f"its score has a figure {name!r}, which no figure may be called (docs/rewards.md)"
+            return f"its score has a figure {name!r}, which is a reserved name (docs/rewards.md)"
         if not isinstance(value, _NUMBERS) or not math.isfinite(value):
             return f"the figure {name!r} of its score is {value!r}, not a number"
     texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))

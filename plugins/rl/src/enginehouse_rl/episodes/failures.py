@@ -107,7 +107,7 @@ class Failures:
         self._warned.add(reason)
         has_trace, self._traced = reason in self._traced, self._traced | {reason}
         log.warning(
-            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
+            "%s failed (rollout.on_failure=%s): %s. Further failures of this step are only counted",
             what,
             self.policy,
             describe_error(error).splitlines()[0],

@@ -289,15 +289,15 @@ def _make_no_group_kept(groups: Sequence[ScoredGroup], last: BaseException | Non
         equal = sum(len(set(group_rewards)) == 1 for group_rewards in rewards)
         flat = [reward for group_rewards in rewards for reward in group_rewards]
         problems.append(
-            f"rollout.keep refused {len(refused)} groups one after another. In {equal} of them all rewards are equal; "
-            f"their rewards are {min(flat):g} to {max(flat):g}, {statistics.fmean(flat):.3g} on average. Are the "
-            "prompts too easy or too hard, or the temperature too low? More samples_per_prompt make differences "
-            "likelier"
+            f"rollout.keep refused {len(refused)} groups one after another. In {equal} of them all rewards are "
+            f"equal; their rewards are {min(flat):g} to {max(flat):g}, {statistics.fmean(flat):.3g} on average. Are "
+            "the prompts too easy or too hard, or the temperature too low? A larger samples_per_prompt makes "
+            "differences more likely"
         )
     if dropped := len(groups) - len(refused):
         cause = "the environment returned no episode" if last is None else f"at last: {describe_error(last)}"
         problems.append(
-            f"{dropped} groups one after another were dropped (rollout.on_failure), as they failed; {cause}"
+            f"{dropped} groups one after another were dropped (rollout.on_failure), because they failed; {cause}"
         )
     error = NoGroupKept("; ".join(problems))
     error.__cause__ = last if dropped else None

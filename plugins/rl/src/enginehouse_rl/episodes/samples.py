@@ -137,8 +137,8 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
             )
         if "/" in name:
             raise ConfigError(
-                f"reward.function: {function} returns a figure {name!r}, and a '/' stands between a validation "
-                f"file or value and its metric: name it differently, {name.replace('/', '_')!r} for one"
+                f"reward.function: {function} returns a figure {name!r}, but '/' separates a validation file or "
+                f"value from its metric: use another name, {name.replace('/', '_')!r} for example"
             )
 
 

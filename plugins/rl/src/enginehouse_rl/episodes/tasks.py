@@ -64,8 +64,8 @@ class Tasks:
         are_numbers = isinstance(again, Sequence) and all(type(serial) is int for serial in again)
         if not are_numbers or any(not 0 <= serial < self._sampler.drawn for serial in again):
             raise DataError(
-                "cannot resume: the checkpoint is damaged: the tasks to be drawn again are no numbers of tasks that "
-                "were handed out"
+                "cannot resume: the checkpoint is damaged: the tasks to repeat are not numbers of tasks that were "
+                "handed out"
             )
         self._again = list(again)
 

@@ -100,7 +100,7 @@ class HeldOutPrompts:
             evaluator.cancel()
             log.warning(
                 "the validation at step %d is not in validation.jsonl, because there was no time to finish it. "
-                "`enginehouse eval` measures any model that was saved", step,
+                "`enginehouse eval` measures any saved model", step,
             )  # fmt: skip
             return
         with self._run.clock.phase("validate"):

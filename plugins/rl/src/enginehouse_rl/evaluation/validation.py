@@ -110,8 +110,8 @@ class Validation:
             )
             if len(distinct := set(values)) > MOST_VALUES:
                 raise DataError(
-                    f"evaluation.by: the column {evaluation.by!r} has {len(distinct)} values in data.validation, and "
-                    f"figures are measured for at most {MOST_VALUES}; name a column that sorts prompts into few kinds"
+                    f"evaluation.by: the column {evaluation.by!r} has {len(distinct)} values in data.validation, but "
+                    f"metrics are measured for at most {MOST_VALUES}; name a column with fewer values"
                 )
         return cls(
             prompts=Batch.concat(batches),
@@ -163,7 +163,8 @@ class Validation:
         if dropped := sorted(set(range(len(self.prompts))).difference(answered)):
             paths, numbers = self._list_paths(), self.prompts["row"].tolist()
             log.warning(
-                "validation at step %d: %d of %d prompts are left out of its figures, as their episodes failed: %s",
+                "validation at step %d: %d of %d prompts are left out of its metrics, because their episodes failed: "
+                "%s",
                 step,
                 len(dropped),
                 len(self.prompts),

@@ -216,7 +216,7 @@ class _Header(NamedTuple):
         if not first.startswith(b"GGUF"):
             pointer = first.startswith(b"version https://git-lfs")
             cure = "Git LFS has it elsewhere, `git lfs pull` fetches it" if pointer else "fetch it again"
-            raise ModelError(f"{key}: {file} is no GGUF file, as it does not begin like one: {cure}")
+            raise ModelError(f"{key}: {file} is no GGUF file, because it does not begin like one: {cure}")
         try:
             reader = GGUFReader(file)
             scalars = [field for field in reader.fields.values() if field.types[:1] != [GGUFValueType.ARRAY]]
@@ -284,7 +284,9 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
         if lost := _name_lost(header, model, report["missing_keys"]):
-            raise ModelError(f"{key}: {reads} does not read all of {file} ({lost}): it would be another model; {cure}")
+            raise ModelError(
+                f"{key}: {reads} does not read all of {file} ({lost}), so the result would be another model; {cure}"
+            )
         try:
             model.save_pretrained(directory)
         except SafetensorError as error:  # a full disk

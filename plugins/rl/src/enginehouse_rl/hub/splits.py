@@ -58,9 +58,9 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     files = splits[split]
     if strange := [file for file in files if not file.lower().endswith(SUFFIXES)]:
         raise DataError(
-            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: have "
-            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, split={split!r})"
-            ".to_parquet('rows.parquet'), and name that"
+            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: let "
+            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, "
+            f"split={split!r}).to_parquet('rows.parquet'), and name that"
         )
     fetch(name._replace(revision=card.commit), key, escape_patterns(files), say=say, unreached=card.unreached)
     return HubSplit(full, card, tuple(str(card.path / file) for file in files))

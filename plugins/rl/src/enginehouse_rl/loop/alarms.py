@@ -212,8 +212,9 @@ def _find_off_policy(history: History, inputs: AlarmInputs) -> str:
     if inputs.stale or compared >= 1:
         return ""
     return (
-        f"{100 * (1 - compared):.3g}% of the step's tokens were drawn with other weights than the rollout was last "
-        "sent, by the version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)"
+        f"{100 * (1 - compared):.3g}% of the step's tokens were generated with other weights than the rollout was "
+        "last sent, according to the version of each row: they are off-policy, and mismatch/* does not cover them "
+        "(mismatch/compared)"
     )
 
 
@@ -253,7 +254,10 @@ def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
     if _find_lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
         return ""
     paid, ended = (statistics.median(_list_finite(rows, name)) for name in (_PAID, _ENDED))
-    return f"{problem}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
+    return (
+        f"{problem}; their reward was {paid:.3g}, and that of complete responses {ended:.3g}, so the policy "
+        "learns not to end"
+    )
 
 
 def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
@@ -274,8 +278,8 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
         return ""
     return (
-        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
-        f"responses had up to {top:.3g}: the policy no longer tries anything else"
+        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and "
+        f"single responses had up to {top:.3g}: the policy no longer explores"
     )
 
 
@@ -296,7 +300,7 @@ def _find_zero_rewards(history: History, inputs: AlarmInputs) -> str:
 
 def _find_equal_rewards(history: History, inputs: AlarmInputs) -> str:
     all_equal = inputs.compares and holds_throughout(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
-    consequence = "only the KL term in it tells them apart" if inputs.kl_in_reward else "comparing them teaches nothing"
+    consequence = "only the KL term distinguishes them" if inputs.kl_in_reward else "comparing them teaches nothing"
     return f"all samples of each prompt had the same reward {_name_steps(history)}: {consequence}" * all_equal
 
 
@@ -309,7 +313,7 @@ def _find_uncounted_tokens(history: History, inputs: AlarmInputs) -> str:
 
 def _find_zero_gradient(history: History, inputs: AlarmInputs) -> str:
     all_zero = holds_throughout(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
-    return f"the gradient was exactly 0 {_name_steps(history)}, so no weight changes but by weight decay" * all_zero
+    return f"the gradient was exactly 0 {_name_steps(history)}, so only weight decay changes the weights" * all_zero
 
 
 def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
@@ -336,8 +340,8 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     if seconds[cause] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * step_seconds):
         return ""
     return (
-        f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent waiting "
-        f"for {WORDS[cause]}: nothing is drawn, trained, scored by a model or sent then"
+        f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent "
+        f"waiting for {WORDS[cause]}: meanwhile nothing is generated, trained, scored by a model or sent"
     )
 
 
@@ -351,56 +355,57 @@ ALARMS = (
     Alarm(
         "steps_skipped",
         _find_skipped_steps,
-        f"A skipped step changes nothing; {MOST_SKIPPED} steps of nothing else in a row end the run. {_NOT_FINITE}",
+        f"A skipped optimizer step changes no weights. The run ends if all optimizer steps of {MOST_SKIPPED} steps "
+        f"in a row are skipped. {_NOT_FINITE}",
     ),
     Alarm(
         "off_policy",
         _find_off_policy,
-        "Without train.staleness no row should be: a rollout engine of a plugin may say a wrong version "
-        "(`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
+        "Without train.staleness no row should be off-policy: the rollout engine of a plugin may report a wrong "
+        "version (`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
     ),
     Alarm(
         "engines_apart",
         _find_engines_apart,
-        "A replica may serve other weights than it says, or the engines compute differently: `enginehouse parity` "
-        "compares them. Check each update by weights.effect_check_every=1; try model.dtype=float32, or "
-        "algorithm.old_logprobs=actor. Later steps: mismatch/* in the metrics",
+        "A replica may serve other weights than it reports, or the engines compute differently: `enginehouse parity` "
+        "compares them. Check each update with weights.effect_check_every=1; try model.dtype=float32, or "
+        "algorithm.old_logprobs=actor. For later steps, see mismatch/* in the metrics",
     ),
     Alarm(
         "mismatch_growing",
         _find_mismatch_growth,
-        "Either weights are not taken as they are sent (check each update by weights.effect_check_every=1), or the "
-        "policy went where the engines round differently: try a smaller actor.engine.options.lr, model.dtype=float32, "
-        "or algorithm.old_logprobs=actor, which trains by the actor's own logprobs",
+        "Either the rollout does not load the weights as they are sent (check each update with "
+        "weights.effect_check_every=1), or the engines round differently for the policy as it is now: try a smaller "
+        "actor.engine.options.lr, model.dtype=float32, or algorithm.old_logprobs=actor, which trains with the "
+        "actor's own logprobs",
         after=("engines_apart",),
     ),
     Alarm(
         "responses_cut",
         _find_cut_responses,
-        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if it pays not to end, have the "
-        "reward look at finish_reason; if the model never ends, give a text to end at by rollout.sampling.stop, or "
-        "teach it the end by `enginehouse sft` first. "
-        "algorithm.mask_truncated=true keeps cut responses out of the loss",
+        "Raise rollout.sampling.max_tokens; if cut responses have the higher reward, let the reward read "
+        "finish_reason; if the model never ends a response, set rollout.sampling.stop, or train it with `enginehouse "
+        "sft` first. algorithm.mask_truncated=true keeps cut responses out of the loss",
     ),
     Alarm(
         "entropy_collapse",
         _find_entropy_collapse,
-        "Begin again from a model of before, with a smaller actor.engine.options.lr, a larger "
-        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (0.001, say), or "
-        "a larger algorithm.kl.coefficient; and look in samples/ whether the reward pays for one answer to everything",
+        "Start again from an earlier model, with a smaller actor.engine.options.lr, a larger "
+        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (for example "
+        "0.001), or a larger algorithm.kl.coefficient; and check in samples/ whether the reward pays for the same "
+        "answer to every prompt",
     ),
     Alarm(
         "kl_runaway",
         _find_kl_runaway,
         "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it); lower "
-        "actor.engine.options.lr or algorithm.epochs; and look in samples/ whether the reward is won by text that "
-        "nobody would write",
+        "actor.engine.options.lr or algorithm.epochs; and check in samples/ whether unnatural text wins the reward",
     ),
     Alarm(
         "reward_zero",
         _find_zero_rewards,
         "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
-        "with easier prompts (data.order_by), or a supervised warm start by `enginehouse sft`",
+        "with easier prompts (data.order_by), or train on demonstrations with `enginehouse sft` first",
     ),
     Alarm(
         "reward_all_equal",
@@ -412,8 +417,8 @@ ALARMS = (
     Alarm(
         "no_token_counted",
         _find_uncounted_tokens,
-        "Responses without a token, or a loss that masks them all (algorithm.mask_truncated does, where all are cut: "
-        "raise rollout.sampling.max_tokens), leave nothing to learn from: samples/ has what the model said",
+        "Either the responses have no tokens, or the loss masks all of them, as algorithm.mask_truncated does if all "
+        "are cut (raise rollout.sampling.max_tokens). samples/ has the responses",
         after=("reward_zero", "reward_all_equal"),
     ),
     Alarm(
@@ -426,17 +431,17 @@ ALARMS = (
     Alarm(
         "replica_slow",
         _find_slow_replica,
-        "Look what else runs on its node and device (run.json says which those are; on CPUs, "
-        "cluster.threads_per_process). A larger train.staleness lets a step begin without the slowest; so does "
-        "rollout.extra_groups, which takes the shorter responses first",
+        "Check what else runs on its node and device, which run.json names; on CPUs also check "
+        "cluster.threads_per_process. With a larger train.staleness or with rollout.extra_groups, a step need not "
+        "wait for the slowest replica; but rollout.extra_groups prefers shorter responses",
     ),
     Alarm(
         "controller_bound",
         _find_controller_bound,
-        "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
-        "no figure tells, as of an environment that plays a task's episodes as one, is put down to the controller, and "
-        "timeline.json shows more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` "
-        "tells all parts",
+        "For the reward, raise reward.processes or reward.concurrency; for an environment, raise "
+        "environment.processes. Time that no metric explains counts as the controller's, for example if an "
+        "environment plays all episodes of a task together; timeline.json shows more. With train.staleness, the next "
+        "samples are generated meanwhile. `enginehouse bottleneck` lists all parts",
     ),
 )
 """All alarms. A cause comes before its effects."""

@@ -58,8 +58,9 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     if not difference <= tolerance:  # NaN too
         raise ExportDiffers(
             f"what was exported is not what was trained: {kind} of {TEXT!r} by transformers, from the files, and by "
-            f"the engine are {difference:.3g} apart on average, and in {spec.dtype} {tolerance:.3g} is rounding. "
-            f"The engine: {_format_scores(engine_scores)}; transformers: {_format_scores(file_scores)}"
+            f"the engine are {difference:.3g} apart on average, but in {spec.dtype} only {tolerance:.3g} is "
+            f"explained by rounding. The engine: {_format_scores(engine_scores)}; transformers: "
+            f"{_format_scores(file_scores)}"
         )
     return ""
 

@@ -100,8 +100,7 @@ def check_call(
     ordered = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
     if ordered < positional and Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
-            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, it is given "
-            f"{positional}"
+            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, but gets {positional}"
         )
     known_names = {parameter.name for parameter in by_name if parameter.kind is not Parameter.POSITIONAL_ONLY}
     unknown = [name for name in names if name not in known_names]

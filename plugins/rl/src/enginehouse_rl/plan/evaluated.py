@@ -51,7 +51,7 @@ class EvaluatedModel:
             link, models = directory / "model", _list_models(directory)
             if not link.is_dir() and not models:
                 raise ModelError(
-                    f"{key}: the run in {path} has saved no model yet (train.save_every says when one is saved)"
+                    f"{key}: the run in {path} has saved no model yet (train.save_every sets when models are saved)"
                 )
             directory = link if link.is_dir() else models[-1]
         place = directory.resolve()

@@ -170,8 +170,8 @@ class Needs:
                 needed = sum((*use.held.values(), *use.working.values()))
                 if needed > use.limit:
                     report(
-                        f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, and the model with "
-                        f"the keys and values of one row needs {needed / GIB:.1f}{SUGGEST}"
+                        f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, but the model with "
+                        f"the KV cache of one row needs {needed / GIB:.1f}{SUGGEST}"
                     )
 
     def _list_moments(self, uses: Mapping[str, MemoryUse]) -> Iterator[tuple[str, list[Amount]]]:

@@ -164,9 +164,10 @@ class RowMeter:
         problems.raise_any()
         if renderer.merged:
             self.findings.note(
-                f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, the "
-                "end of the prompt and the beginning of the response are one token. Learned are the tokens that the "
-                "response has behind the prompt's own, as the model is asked the prompt"
+                f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, "
+                "the end of the prompt and the beginning of the response are one token. The model learns the tokens "
+                "of the response after those of the prompt tokenized alone, because a model is asked with the prompt "
+                "alone"
             )
         return lengths
 

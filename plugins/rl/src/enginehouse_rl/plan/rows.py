@@ -350,8 +350,8 @@ def _note_alike(findings: Findings, table: PreferenceTable, name: str) -> None:
     equal = [row for row, (first, second) in enumerate(zip(*columns, strict=True)) if first == second]
     if equal:
         findings.note(
-            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same: they "
-            f"teach nothing (the first is {table.table.where(equal[0])})"
+            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same, so "
+            f"these pairs teach nothing (the first is {table.table.where(equal[0])})"
         )
 
 

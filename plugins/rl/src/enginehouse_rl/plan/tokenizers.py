@@ -88,7 +88,7 @@ def check_tokens(
         token, actors = _name_token(own, wrong[0]), _name_token(actor, wrong[0])
         raise ModelError(
             f"{role}.path: {paths[1]} has {token}, where model.path has {actors}, and {len(wrong)} of "
-            f"{len(actor.strings)} tokens are other ones there: {cure}"
+            f"{len(actor.strings)} tokens differ there: {cure}"
         )
     if differing:
         first = min(differing)

@@ -168,8 +168,8 @@ class RewardModelTrainer(PreferenceTrainer):
         losses = [row["loss"] for row in self.progress.history.recent()]
         if step == self.steps and not self._has_margins and not below_chance(losses):
             self.progress.note(
-                f"nothing learnt yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, and "
-                f"that of scores that say nothing is ln 2, {LN_2:.3f}; try more steps or a larger "
+                f"nothing learned yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, "
+                f"and that of uninformative scores is ln 2, {LN_2:.3f}; try more steps or a larger "
                 "actor.engine.options.lr"
             )
 

@@ -81,8 +81,8 @@ class WeightedRewards:
         if all(score.abstains for score in scores):
             if self._plan.config.reward.on_error == "fail":
                 raise RewardError(
-                    "every reward abstained from a row (returned None), so that it has no score: have one judge it, or "
-                    "set reward.on_error=leave_out"
+                    "every reward abstained from a row (returned None), so that it has no score: let one of them "
+                    "score it, or set reward.on_error=leave_out"
                 )
             return RowScore(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}

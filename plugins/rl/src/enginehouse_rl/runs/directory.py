@@ -135,8 +135,8 @@ class RunDirectory:
         )
         if resumed is not None and read_record(self.path) != resumed.record:
             raise ConfigError(
-                f"--resume: another process went on with the run in {self.path} meanwhile. Look how it ended, and "
-                "start this one again"
+                f"--resume: another process went on with the run in {self.path} meanwhile. Check how that process "
+                "ended, and run this command again"
             )
 
     def _empty(self) -> None:
@@ -329,7 +329,7 @@ class RunDirectory:
             except Exception as problem:
                 problems.add(str(problem) or repr(problem))
         if problems:
-            log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
+            log.warning("the end of the run could not be written completely to %s: %s", self.path, "; ".join(problems))
 
 
 def _step_in(row: Mapping[str, Any]) -> float:

@@ -184,8 +184,8 @@ class Progress(Observer):
         if validations.lacks_tool_calls() and not self._has_noted_no_calls:
             self._has_noted_no_calls = True
             self.note(
-                "no response called a tool: samples/ has what the model said; one that does not know the form of calls "
-                "learns it by `enginehouse sft` first"
+                "no response called a tool: samples/ has the responses; a model that does not know the format of "
+                "calls can first learn it with `enginehouse sft`"
             )
 
     def alarmed(self, alarm: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class RunRecord:
         if resumed_after is not None:
             former = dict(read_record(path.parent))
             if not former:
-                log.warning("%s is damaged: what it said of the run up to here is lost", path)
+                log.warning("%s is damaged: its record of the run so far is lost", path)
             earlier = former.pop("earlier", [])
             earlier = earlier if isinstance(earlier, list) else []
             if former.get("status") == "running":

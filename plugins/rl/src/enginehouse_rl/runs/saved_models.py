@@ -61,7 +61,7 @@ class SavedModels:
         try:
             point_to(link, place)
         except OSError as error:
-            log.info("no link %s to %s: %s", link, place, error)
+            log.info("cannot create the link %s to %s: %s", link, place, error)
         self.saved_step = step
         if self._kept is not None:
             steps = sorted((number for number in self._list_steps() if number <= step), reverse=True)

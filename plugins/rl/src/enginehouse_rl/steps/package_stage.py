@@ -40,7 +40,7 @@ class PackageStage(BatchStage):
             return batch
         columns = self._function(fetch_columns(batch, (*record.needs, *record.columns[: bool(record.model)])))
         if missing := [name for name in record.adds if name not in columns]:
-            raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, and returned none")
+            raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, but did not return it")
         return batch.with_columns(**{name: columns[name] for name in record.adds})
 
     def _with_model(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:

@@ -64,8 +64,9 @@ class ActorPart(Part[AnyConfig]):
         low = isinstance(rate, float) and rate < LEAST_ADAPTER_RATE
         if role.options.get("lora") and run.dtype == "bfloat16" and low:
             self.note(
-                f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: served weights round such changes "
-                "away, and the first tens of steps draw from the base model; adapters want 1e-5 to 1e-4"
+                f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: rounding removes such small changes "
+                "from the served weights, so the base model answers in the first tens of steps; for adapters, use "
+                "1e-5 to 1e-4"
             )
         if isinstance(config, RMConfig):
             engine.check_value_head("actor")

@@ -224,8 +224,8 @@ class RewardModelPart(AuxiliaryPart[Config]):
             self.place(self.run[ActorPart].optimizer_steps)
             if keep:
                 self.refuse(
-                    f"rollout.keep: {keep.name} looks at rewards as samples end, and the reward model scores the whole "
-                    "step's: leave one of rollout.keep and reward_model.path unset"
+                    f"rollout.keep: {keep.name} needs the rewards as soon as a group ends, but the reward model "
+                    "scores all samples of a step together: unset rollout.keep or reward_model.path"
                 )
         elif section != type(section)():
             self.refuse(

@@ -56,7 +56,8 @@ class DataPart(Part[C]):
         """Note validations without a file. This is no error, because users turn validation off by removing the file."""
         if self.config.train.validate_every and not self.is_validated:
             self.note(
-                "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+                "train.validate_every is set, but there is no file to validate on (data.validation), so there are no "
+                "validations"
             )
 
 

@@ -153,8 +153,8 @@ class HubPart(Part[AnyConfig]):
             files = find_paths(field, text)
             if len(files) > 1:
                 self.refuse(
-                    f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one: write "
-                    "them as one, by `datasets`, or list them without weights"
+                    f"{key}: {text} is stored as {len(files)} files, but here each name or weight belongs to a "
+                    "single file: join them with `datasets`, or list them without weights"
                 )
             return files[0]
 

@@ -80,11 +80,11 @@ class LossPart(Part[Config]):
             return chosen, "" if configured else reason
         cure = "set algorithm.old_logprobs=actor"
         if always:
-            self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, as {reason}: {cure}")
+            self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, because {reason}: {cure}")
         elif narrow:
             self.note(
-                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding "
-                f"alone makes ratios that are clipped: {cure}"
+                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the rounding of the "
+                f"engines is enough to clip ratios: {cure}"
             )
         for name in sorted(needing):
             self.refuse(
@@ -122,8 +122,8 @@ class LossPart(Part[Config]):
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(
-                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward and "
-                "algorithm.kl.coefficient to what it begins with"
+                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward "
+                "and algorithm.kl.coefficient to its first value"
             )
         if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
             self.refuse(
@@ -145,7 +145,9 @@ class LossPart(Part[Config]):
             )
         for name, cure in KL_ARGUMENTS.items():
             if name in config.algorithm.loss.arguments:
-                self.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+                self.refuse(
+                    f"algorithm.loss.arguments.{name}: a loss gets this argument from the KL term; set {cure} instead"
+                )
 
     def _check_output(self, key: str, name: str, output: str) -> None:
         """Check that a loss uses the output that its role's model has."""
@@ -153,4 +155,4 @@ class LossPart(Part[Config]):
         record = next((record for record in records if record.name == name), None)
         if record is not None and record.output != output:
             fitting = ", ".join(record.name for record in records if record.output == output)
-            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; of {output} are {fitting}")
+            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; losses of {output} are {fitting}")

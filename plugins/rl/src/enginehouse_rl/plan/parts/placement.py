@@ -182,7 +182,7 @@ class PlacementPart(ProcessesPart[Config]):
     def _explain_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
         """Return the reason why the rollout cannot run in the actor's processes; empty if it can."""
         if self.config.train.staleness:
-            return "train.staleness lets it draw while the actor trains"
+            return "train.staleness lets it generate while the actor trains"
         if self.config.cluster.launcher == "inline":
             return ""
         record = self.run.engines["rollout"].record
@@ -193,7 +193,7 @@ class PlacementPart(ProcessesPart[Config]):
         reason = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
         self.note(
             f"{reason}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
-            f"rollout.replicas={actor.processes} would put it into the actor's"
+            f"rollout.replicas={actor.processes} would put it into the actor's processes"
         )
         return reason
 

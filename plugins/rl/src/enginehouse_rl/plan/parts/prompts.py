@@ -102,7 +102,8 @@ class PromptsPart(DataPart[Config]):
         rescaled = served != positions(model)
         if rescaled:
             served_name = (
-                "the rows that all engines compute alike by the model's RoPE (longer ones have other frequencies)"
+                "the longest rows for which all engines compute the model's RoPE alike (longer ones have other "
+                "frequencies)"
             )
         for key, tokens, role in dict.fromkeys(responses):
             option = roles[role].options.get("max_model_tokens")

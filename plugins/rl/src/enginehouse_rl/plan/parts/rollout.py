@@ -48,7 +48,7 @@ class GeneratorPart(Part[Config]):
             self.refuse(
                 f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, and "
                 "evaluation.sampling.temperature is 0: the samples of a prompt would all be the same; set the "
-                "temperature, to 1.0 say"
+                "temperature, for example to 1.0"
             )
 
     def verify(self, engine: RoleEngine) -> int:

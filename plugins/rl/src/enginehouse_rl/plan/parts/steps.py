@@ -38,7 +38,7 @@ class StepsPart(Part[Config]):
             f"{config.rollout.samples_per_prompt}, rollout.samples_per_prompt)"
         )
         if minibatches > samples:
-            self.refuse(f"{step}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+            self.refuse(f"{step}, which cannot be divided into {minibatches} minibatches (algorithm.minibatches)")
         for role, section in list_auxiliaries(config).items():
             if role in self.run.roles and (section.processes or 0) > samples:
                 owner = f"{role.replace('_', ' ')} ({role}.processes)"
@@ -105,8 +105,9 @@ class StepsPart(Part[Config]):
         if ahead := config.train.staleness:
             prompts = ahead * config.train.prompts_per_step + rollout.extra_groups
             yield (
-                f"the responses of up to {prompts:,} prompts are generated while a step trains, no token more than "
-                f"{count(ahead, 'weight version')} behind; --resume generates those that were not trained on again"
+                f"the responses of up to {prompts:,} prompts are generated while a step trains, and no token is more "
+                f"than {count(ahead, 'weight version')} behind; --resume generates again the responses that were not "
+                "trained on"
             )
         if rollout.extra_groups:
             late = "used by later steps while they are fresh enough, else " if ahead else ""

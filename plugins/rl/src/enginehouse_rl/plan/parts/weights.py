@@ -57,7 +57,7 @@ class WeightsPart(Part[Config]):
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
                 f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
-                f"there (its capabilities: {reach}); leave it at auto to have one chosen"
+                f"there (its capabilities: {reach}); set it to auto, which chooses a transport"
             )
         train, rollout = run.engines["actor"].record, run.engines[role].record
         if not isinstance(train, TrainBackend) or not isinstance(rollout, RolloutBackend):
@@ -65,8 +65,8 @@ class WeightsPart(Part[Config]):
         ranks, apart_in_cluster = config.actor.processes, joined and not one_process
         if apart_in_cluster and role == "rollout":
             self.note(
-                "cluster.address is set: whether actor and rollout share a host shows only at the start; the transport "
-                "is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
+                "cluster.address is set: whether actor and rollout share a host shows only at the start, so the "
+                "transport is chosen as if they did not (weights.transport=shared_memory is faster if they do)"
             )
         ends = Reach(colocated=one_process, hosts=1 + joined, device=run.device, training_ranks=ranks)
         picked = run.plugins.pick_transport(train, rollout, ends)
