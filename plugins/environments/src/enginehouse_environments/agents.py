@@ -1,4 +1,4 @@
-"""Runs any agent that asks a model at an OpenAI URL, unchanged, and records its requests.
+"""Runs any agent that uses a model through an OpenAI URL, unchanged, and records its requests.
 
 The agent gets a URL and a key. It may send any number of requests in any number of conversations. It returns its
 answer, which the configured reward scores, or a reward.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIMIT = "limit"
-"""Finish reason of an episode whose agent raised after a limit."""
+"""Finish reason of an episode whose agent raised an error after a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class AgentTask:
         base_url: URL of the endpoint, with `/v1`.
         api_key: key of the episode, valid until the agent returns.
         model: name of the model.
-        messages: the prompt as chat messages; a text prompt is one message of the user.
-        prompt: the prompt as text, as given or as rendered by the chat template.
+        messages: the prompt as chat messages; a text prompt is one user message.
+        prompt: the prompt as text, unchanged or as the chat template renders it.
         columns: the row's other columns, by name.
     """
 
@@ -57,22 +57,23 @@ class AgentTask:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which programs find the endpoint, for a process of the agent."""
+        """Environment variables for an agent's process, by which programs find the endpoint."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
 class OpenAIAgent:
-    """An agent that you write, and that asks the policy through an OpenAI endpoint.
+    """An agent that you write, and that uses the policy through an OpenAI endpoint.
 
     Args:
-        agent: `module:function`, called with an `AgentTask`. An `async` function is awaited, a plain one runs in a
+        agent: `module:function`, called with an `AgentTask`. An `async` function is awaited; any other runs in a
             thread.
         arguments: keyword arguments of the function.
-        max_calls: most requests of an episode.
-        max_tokens: most tokens that an episode may generate. Unset: any number.
-        max_row_tokens: most tokens of one conversation. Unset: as many as the models read.
+        max_calls: maximum number of requests of an episode.
+        max_tokens: maximum number of tokens that an episode may generate. Unset: any number.
+        max_row_tokens: maximum number of tokens of one conversation. Unset: as many as the models read.
         ignored: parameters of requests that are ignored, such as `temperature`.
-        format: form in which the model writes calls. `auto`: as its chat template does; otherwise the name of a form.
+        format: format in which the model writes tool calls. `auto`: as in its chat template; otherwise the name of a
+            format.
         template: arguments of the chat template by name, such as `enable_thinking`.
     """
 
@@ -94,7 +95,7 @@ class OpenAIAgent:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """Raise `ConfigError` for an agent that does not exist or cannot be called, and for an unknown call format."""
+        """Raise `ConfigError` if the agent cannot be imported or called, or the format of tool calls is unknown."""
         load_agent(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
@@ -105,7 +106,6 @@ class OpenAIAgent:
         ChatTemplate(tokenizer, None, arguments.get("template"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         return await self._agents.play(task, policy, context, self._call_agent)
 
     async def _call_agent(self, task: AgentTask) -> Any:
@@ -119,7 +119,7 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function that a config names.
 
     Raises:
-        ConfigError: there is none, or it does not take a task and these arguments.
+        ConfigError: there is no such function, or it does not take a task and these arguments.
     """
     try:
         function = resolve(agent)
@@ -135,7 +135,7 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class RecordedAgents:
-    """Plays tasks by agents, at an endpoint served on the running loop from the first task on.
+    """Lets agents play tasks, through an endpoint that the running loop serves from the first task on.
 
     Arguments are those of `OpenAIAgent`.
     """
@@ -154,10 +154,10 @@ class RecordedAgents:
     async def play(
         self, task: Task, policy: Policy, context: EpisodeContext, act: Callable[[AgentTask], Awaitable[Any]]
     ) -> Sequence[Episode]:
-        """Return the episodes of a task, played by the agent `act`, which returns a value for `score_value`.
+        """Return the episodes of a task. The agent `act` plays it, and returns a value for `score_value`.
 
         Raises:
-            UserError: the tokenizer has no chat template, or the agent returned no valid value.
+            UserError: the tokenizer has no chat template, or the agent returned an invalid value.
         """
         templates, endpoint, server = self._serve(policy.tokenizer)
         limits = self._limits
@@ -176,7 +176,7 @@ class RecordedAgents:
         return await context.each(play)
 
     def _warn(self, requested: float | None, configured: float) -> None:
-        """Warn once that answers at another temperature are not trained on. A greedy validation does not count."""
+        """Warn once that tokens of another temperature are not trained on. A greedy validation does not count."""
         if requested is None or not configured or self._warned:
             return
         self._warned = True
@@ -188,7 +188,6 @@ class RecordedAgents:
 
     @property
     def endpoint(self) -> AgentEndpoint:
-        """The endpoint, while a task is played."""
         assert self._serving is not None
         return self._serving[2]
 
@@ -203,7 +202,7 @@ class RecordedAgents:
 
 
 async def _make_episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
-    """Return the episode of an agent by its returned value."""
+    """Return the episode of an agent, scored by its returned value."""
     answers = [answer for answer in recording.answers if answer.trained]
     if not answers:
         did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
@@ -216,11 +215,11 @@ async def _make_episode(returned: Any, recording: Recording, task: Task, context
 
 
 async def score_value(returned: Any, task: Task, context: EpisodeContext, last: RecordedAnswer) -> Score:
-    """Return the score of an agent's returned value.
+    """Return the score for an agent's returned value.
 
     Args:
         returned: an answer as text, which the configured reward scores; or a reward; or a dict of `reward`, further
-            figures, and `answer`, a text.
+            numbers, and the text `answer`.
         task: the task that was played.
         context: scores a text.
         last: the last answer, whose token count and finish reason the reward gets.
@@ -249,13 +248,13 @@ async def score_value(returned: Any, task: Task, context: EpisodeContext, last: 
 
 @dataclass(frozen=True, slots=True)
 class _Stopped:
-    """Stands for the value of an agent that raised after a limit."""
+    """Replaces the value of an agent that raised an error after a limit."""
 
     limit: str
 
 
 async def _await_agent(acting: Awaitable[Any], recording: Recording) -> Any:
-    """Return the agent's value. Raise an error of the policy as soon as there is one."""
+    """Return the agent's value. Raise an error of the policy as soon as it occurs."""
 
     async def outcome() -> tuple[Any, BaseException | None]:
         try:

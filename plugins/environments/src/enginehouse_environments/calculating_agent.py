@@ -1,4 +1,4 @@
-"""An example agent that uses only `openai`: it asks a model with a tool, calls the tool, and asks again."""
+"""An example agent with only `openai`: it sends a question and a tool to the model, runs the tool, and repeats."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def calculate(task: AgentTask, most_calls: int = 2) -> str:
     """Answer a question with a calculator.
 
     Args:
-        task: the question and the address of the model.
-        most_calls: most requests to the model.
+        task: the question, and the address of the model.
+        most_calls: maximum number of requests to the model.
     """
     client = _make_client(task.base_url).with_options(api_key=task.api_key)
     messages: list[Any] = list(task.messages)
@@ -47,7 +47,7 @@ def _call(arguments: str) -> str:
 
 @lru_cache(maxsize=1)
 def _make_client(base_url: str) -> AsyncOpenAI:
-    """Return one client for all episodes, which reuses connections and reads certificates once."""
+    """Return one client for all episodes, so that it reuses connections and reads certificates only once."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=base_url, api_key="given by each task")

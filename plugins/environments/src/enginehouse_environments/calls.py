@@ -1,6 +1,6 @@
-"""Reads tool calls from an answer's text, in the format that the model's chat template writes.
+"""Reads tool calls from the text of an answer, in the format that the model's chat template writes.
 
-To find the format, the template renders a call, which only the right format reads back.
+To find the format, the template renders a call. Only the right format reads it back.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ if TYPE_CHECKING:
     from enginehouse_environments.dialogue import ChatTemplate
 
 Schemas = Sequence[Mapping[str, Any]]
-"""JSON schemas of tools, as OpenAI's `tools`."""
+"""JSON schemas of tools, in the form of OpenAI's `tools`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool by the policy."""
-
     id: str  # unique in a conversation; if parsed here, nine letters or digits, as the strictest templates need
     name: str
     arguments: Mapping[str, Any]
 
     def entry(self) -> dict[str, Any]:
-        """Return the call as one of OpenAI's `tool_calls`, with arguments as JSON text."""
+        """Return the call as an entry of OpenAI's `tool_calls`, with arguments as JSON text."""
         arguments = json.dumps(dict(self.arguments), ensure_ascii=False).encode("utf-8", "replace").decode()
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
@@ -57,11 +55,11 @@ class CallFormat:
         self.name, self._read = name, read
 
     def parse(self, text: str, turn: int = 0) -> Parsed:
-        """Split an answer into content and calls. Text in `<think>` is no call.
+        """Split an answer into content and calls. Text inside `<think>` is never a call.
 
         Args:
             text: an answer as `ChatTemplate.text` returns it.
-            turn: number of the answer in its conversation, so that the ids of calls differ.
+            turn: number of the answer in its conversation, which makes the ids of calls unique.
         """
         content, functions, problems = self._read(text)
         calls = [ToolCall(_make_id(turn, number, text), *function) for number, function in enumerate(functions)]
@@ -73,7 +71,7 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
 
     Args:
         template: the model's template with its tools.
-        name: one of `FORMATS`; `"auto"`: the template's, or the one declared in the tokenizer's `response_template`.
+        name: one of `FORMATS`; `"auto"`: the format of the template, or the one in the tokenizer's `response_template`.
 
     Raises:
         UserError: there is no such format, or the template writes calls in no known format.
@@ -93,22 +91,23 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
         if [(call.name, call.arguments) for call in form.parse(template.call(*_PROBE)).calls] == [_PROBE]:
             return form
     raise UserError(
-        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say one "
-        f"that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that does"
+        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say "
+        f"one that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that "
+        "writes calls"
     )
 
 
 _PROBE = ("probe", {"key": "value"})
-"""The call that a template is asked to render."""
+"""A call that a template renders, to find its format."""
 
 Function = tuple[str, Mapping[str, Any]]
 """Name and arguments of a call."""
 _Span = tuple[int, int, "Function | str"]
-"""Begin and end of a call in a text, and its function or its problem."""
+"""Start and end of a call in a text, and its function or a description of its problem."""
 
 
 def _make_format(name: str, schemas: Schemas, in_thought: bool) -> CallFormat:
-    """Return one of `FORMATS`. `in_thought`: the template begins answers with a thought."""
+    """Return one of `FORMATS`. `in_thought` is true if the template begins answers with a thought."""
     find = FORMATS[name]
 
     def read(text: str) -> tuple[str, list[Function], list[str]]:
@@ -131,7 +130,7 @@ def _make_format(name: str, schemas: Schemas, in_thought: bool) -> CallFormat:
 
 
 def _read_declared(template: ChatTemplate, text: str) -> tuple[str, list[Function], list[str]]:
-    """Read calls as the tokenizer's `response_template` declares."""
+    """Read calls by the declaration in the tokenizer's `response_template`."""
     try:
         message = template.tokenizer.parse_response(text, prefix=template.begin, tools=template.tools)
         functions = [_read_function(call.get("function", call)) for call in message.get("tool_calls") or ()]
@@ -152,7 +151,7 @@ def _read_hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`; more after `;`."""
+    """`{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`; `;` separates calls."""
     tag = "<|python_tag|>"
     begin = text.find(tag)
     has_tag = begin >= 0
@@ -172,7 +171,7 @@ def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`, again and again."""
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`, any number of times."""
     mark = "[TOOL_CALLS]"
     end = 0
     while (begin := text.find(mark, end)) >= 0:
@@ -189,7 +188,7 @@ def _read_mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, each on lines of its own."""
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, each tag on its own line."""
     begins = re.compile(r"<tool_call>|<function=")
     end = 0
     while begins.search(text, end):
@@ -217,12 +216,12 @@ FORMATS: dict[str, Callable[[str, Schemas], Iterator[_Span]]] = {
     "llama": _read_llama,
     "mistral": _read_mistral,
 }
-"""Functions that find calls in a text, by name of their format."""
+"""Functions that find calls in a text, by the name of their format."""
 
 
 def _read_enclosed(text: str, begin: int, close: str) -> tuple[Function | str, int]:
-    """Return the function, or the problem, of the JSON from `begin` to `close` or the text's end; and the end's
-    place."""
+    """Return the function, or the problem, of the JSON between `begin` and `close` or the end of the text, and where it
+    ends."""
     try:
         value, end = _read_json(text, begin)
         following = text[end:].lstrip()
@@ -239,7 +238,7 @@ def _find_end(text: str, begin: int, close: str) -> int:
 
 
 def _read_json(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at a place of a text, and the place of its end.
+    """Return the JSON value at a position in a text, and the position where it ends.
 
     Raises:
         ValueError: there is none; the message is for the policy.
@@ -260,7 +259,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _parse_finite(number: str) -> float:
-    """Parse a number of JSON. Refuse one beyond all floats, such as `1e999`: an infinity is no JSON."""
+    """Parse a JSON number. Reject numbers beyond the range of floats, such as `1e999`, because JSON has no infinity."""
     value = float(number)
     return value if math.isfinite(value) else _refuse(number)
 
@@ -288,7 +287,7 @@ def _find_schema(schemas: Schemas, tool: str, argument: str) -> Mapping[str, Any
 
 
 def _convert(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return an unquoted value as its schema's type, or as text if it does not fit."""
+    """Convert an unquoted value to its schema's type; return it as text if it does not fit."""
     kinds = schema.get("type")
     if "string" in ([kinds] if isinstance(kinds, str) else kinds or ()):
         return text
@@ -299,5 +298,5 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _make_id(turn: int, number: int, text: str) -> str:
-    """Return nine letters or digits, the same for the same call at the same place."""
+    """Return nine letters or digits, always the same for the same call at the same position."""
     return hashlib.blake2b(f"{turn} {number} {text}".encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]

@@ -1,7 +1,7 @@
-"""A chat with the policy that keeps the tokens of its answers as they were drawn.
+"""A chat with the policy that keeps the tokens of its answers exactly as they were generated.
 
-A chat template renders a whole conversation. Rendering it again at each turn would decode the drawn tokens and tokenise
-them again, perhaps to tokens that nobody drew. So only the part after an answer is rendered: the text that closes the
+A chat template renders a whole conversation. Rendering it again at each turn would decode the generated tokens and
+tokenize them again, perhaps to other tokens. So only the part after an answer is rendered: the text that closes the
 answer, the new messages, and the text that begins the next answer.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import Completion
 
 MARK = "ANSWER-0d7c"
-"""Content of a placeholder answer, after which the rendered text is cut."""
+"""Content of a placeholder answer, after which the rendered text is cut off."""
 
 
 class ChatTemplate:
-    """Renders the parts of a chat by a tokenizer's chat template.
+    """Renders the parts of a chat with a tokenizer's chat template.
 
     Args:
         tokenizer: a tokenizer of `transformers`.
@@ -35,7 +35,7 @@ class ChatTemplate:
         arguments: arguments of the template by name, such as `enable_thinking`.
 
     Raises:
-        UserError: the tokenizer has no template, or the template refuses a question and an answer.
+        UserError: the tokenizer has no template, or the template rejects a question and an answer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ChatTemplate:
     ):
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                "the tokenizer of the model has no chat template, by which messages are rendered: take one that has, "
+                "the tokenizer of the model has no chat template, which renders messages: use a model that has one, "
                 "or set its tokenizer's chat_template"
             )
         self.tokenizer, self.tools = tokenizer, list(tools) if tools else None
@@ -63,7 +63,7 @@ class ChatTemplate:
         self.end: int | None = closing[0] if closing else None
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of the first messages and of the text that begins an answer."""
+        """Return the tokens of the first messages, and of the text that begins an answer."""
         return self._encode(self._render(messages, True))
 
     def continuation(
@@ -72,10 +72,10 @@ class ChatTemplate:
         """Return the tokens that close an answer, render new messages, and begin the next answer.
 
         Args:
-            messages: new messages, none by the policy.
+            messages: new messages, none of them from the policy.
             before: tokens so far, which end with the answer. An answer that closed itself is not closed again.
-            stopped: True if the answer ended by itself: then any special token at its end closed it, for example
-                `<|eom_id|>` where a template writes `<|eot_id|>`.
+            stopped: True if the answer ended by itself. Then any special token at its end closed it, for example
+                `<|eom_id|>` although the template writes `<|eot_id|>`.
         """
         text = self._render_continuation(messages)
         tokens = self._encode(text)
@@ -88,12 +88,12 @@ class ChatTemplate:
         return self._encode(text.removeprefix(self.decode([self.end])))  # it begins a longer token
 
     def text(self, answer: Sequence[int], stopped: bool = False) -> str:
-        """Return an answer's text with its special tokens but the closing one; `stopped` as in `continuation`."""
+        """Return an answer's text with its special tokens, except the closing one; `stopped` as in `continuation`."""
         tokens = list(map(int, answer))
         return self.decode(tokens[:-1] if self._is_closed(tokens, stopped) else tokens)
 
     def break_special_tokens(self, text: str) -> str:
-        """Put a space into each special token of a text, so that it is tokenised as text."""
+        """Put a space into each special token of a text, so that it is tokenized as text."""
         return self._special_texts.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ class ChatTemplate:
         return answer.rpartition(end)[0] if end and end in answer else answer
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of tokens, including special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_closed(self, tokens: Sequence[int], stopped: bool) -> bool:
@@ -116,10 +116,10 @@ class ChatTemplate:
         return len(tokens) > 0 and int(tokens[-1]) in closing
 
     def _render_continuation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text after an answer. Before a tool's result, the answer is one with calls, if possible.
+        """Return the text after an answer. Before a tool's result, the answer contains calls, if possible.
 
-        Some templates otherwise refuse a tool's message or write it differently; some accept only one call. The text
-        that closes the answer is that of an answer without calls.
+        Some templates otherwise reject a tool's message or write it differently, and some accept only one call. The
+        text that closes the answer is that of an answer without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for answered in filter(None, (results, results[:1])):
@@ -158,7 +158,7 @@ _ANSWER = {"role": "assistant", "content": MARK}
 def _call_message(
     name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},)
 ) -> dict[str, Any]:
-    """Return an answer with the calls that gave some results."""
+    """Return an answer with the calls that led to some results."""
     calls = [
         {
             "id": result.get("tool_call_id", "call00000"),
@@ -173,7 +173,8 @@ def _call_message(
 class Dialogue:
     """A chat with the policy.
 
-    It begins with `messages`, whose tokens, with those that begin an answer, may be given as `Task.prompt_ids` are.
+    It begins with `messages`. `tokens` are their tokens with those that begin an answer, if they are known
+    (`Task.prompt_ids`).
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Dialogue:
         self._stopped = False
 
     def say(self, messages: Sequence[Mapping[str, Any]], most: float = math.inf) -> bool:
-        """Add messages after an answer. Add none and return False if the chat would have more than `most` tokens."""
+        """Add messages after an answer. If the chat would exceed `most` tokens, add none and return False."""
         new = self.template.continuation(messages, self.transcript.tokens, self._stopped)
         if len(self.transcript.tokens) + len(new) > most:
             return False
@@ -194,7 +195,7 @@ class Dialogue:
         return True
 
     async def answer(self, policy: Policy, max_tokens: int | None = None) -> Completion:
-        """Draw an answer of at most `max_tokens` tokens; None: as the run is configured."""
+        """Generate an answer of at most `max_tokens` tokens; None: the limit of the run."""
         sampling = policy.sampling
         if self.template.end is not None and self.template.end not in sampling.stop_token_ids:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.template.end))
@@ -206,12 +207,12 @@ class Dialogue:
         return completion
 
     def episode(self, score: Score, finish: str = "stop", earlier: Sequence[Segment] = ()) -> Episode:
-        """Return the episode up to now, with the whole dialogue as texts; arguments as in `Episode`."""
+        """Return the episode so far, with the whole dialogue as texts; arguments as in `Episode`."""
         tokens, begin = self.transcript.tokens, self._given
         prompt, response = (self.template.decode(part) for part in (tokens[:begin], tokens[begin:]))
         return self.transcript.episode(score, prompt, response, finish, earlier)
 
     @property
     def last(self) -> str:
-        """Text of the last answer, as in `ChatTemplate.text`."""
+        """Text of the last answer, as `ChatTemplate.text` returns it."""
         return self.template.text(self.answers[-1], self._stopped)

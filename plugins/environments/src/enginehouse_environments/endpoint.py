@@ -1,7 +1,7 @@
-"""An endpoint with OpenAI's protocol at which agents ask the policy of their episode.
+"""An endpoint with OpenAI's protocol, through which agents use the policy of their episode.
 
-It listens at 127.0.0.1, on the environment's event loop. A random key identifies the requests of an episode, and is
-void once the episode has ended.
+It listens on 127.0.0.1, on the environment's event loop. A random key identifies the requests of an episode, and is
+invalid once the episode has ended.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ MODEL = "policy"
 """Name of the model in `/v1/models`. Requests may use any name."""
 
 HEAD_SECONDS = 10.0
-"""Longest time for the head of a request; h11 limits its length."""
+"""Time limit for the head of a request; h11 limits its length."""
 
 BODY_BYTES = 2**25
-"""Longest body of a request, in bytes."""
+"""Maximum length of a request's body, in bytes."""
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
-"""Most waiting and most open connections. At most half of the files that the process may open are connections, and at
-most a sixteenth are accepted at once, because an excess connection is closed only some turns of the loop later."""
+"""Maximum number of waiting and of open connections. At most half of the files that the process may open are
+connections. At most a sixteenth is accepted at once, because an excess connection is closed only some turns of the loop
+later."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
     *("safety_identifier", "seed", "service_tier", "store", "user", "verbosity"),
 }
-"""Parameters that are accepted and ignored, because they do not change the tokens' probabilities. Seeds are the
-run's."""
+"""Parameters that are accepted and ignored, because they do not change the tokens' probabilities. The run sets all
+seeds itself."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
@@ -58,7 +59,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
 }
-"""Parameters that are refused unless they have one of these neutral values."""
+"""Parameters that are rejected unless they have one of these neutral values."""
 
 
 class ChatRequest(BaseModel):
@@ -87,7 +88,7 @@ class ChatRequest(BaseModel):
         """Return the request to the policy, without the parameters in `ignored`.
 
         Raises:
-            RequestRefused: it asks for something the policy does not do.
+            RequestRefused: it asks for something that the policy does not support.
         """
 
         def refuse(message: str, param: str) -> RequestRefused:
@@ -97,14 +98,14 @@ class ChatRequest(BaseModel):
             if value is None or name in UNHEEDED or name in ignored or value in NEUTRAL.get(name, ()):
                 continue
             raise refuse(
-                f"{name}={json.dumps(value)[:60]} is not supported: the run's own sampling makes what is trained on. "
-                "Remove it, or have it ignored (environment.arguments.ignored)",
+                f"{name}={json.dumps(value)[:60]} is not supported: the run trains only on tokens of its own "
+                "sampling. Remove it, or let it be ignored (environment.arguments.ignored)",
                 name,
             )
         if "tool_choice" not in ignored and self.tool_choice not in (None, "none", "auto"):
-            raise refuse("tool_choice is none or auto: nothing forces a call", "tool_choice")
+            raise refuse("tool_choice must be none or auto, because calls cannot be forced", "tool_choice")
         if not all(isinstance(tool.get("function"), dict) for tool in self.tools or ()):
-            raise refuse("tools are functions: the policy knows no others", "tools")
+            raise refuse("all tools must be functions", "tools")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
@@ -122,7 +123,7 @@ class ChatRequest(BaseModel):
 
 
 class AgentEndpoint:
-    """OpenAI's protocol as the ASGI application `app`, which ignores the parameters named in `ignored`."""
+    """OpenAI's protocol as the ASGI application `app`. It ignores the parameters named in `ignored`."""
 
     def __init__(self, tokenizer: Any, ignored: Sequence[str] = ()):
         self._tokenizer, self._ignored = tokenizer, tuple(ignored)
@@ -137,7 +138,7 @@ class AgentEndpoint:
 
     @contextmanager
     def record(self, recording: Recording) -> Iterator[str]:
-        """Yield a key whose requests go to a recording. On leaving, its requests are cancelled."""
+        """Yield a key whose requests go to a recording. On exit, the requests in progress are cancelled."""
         key = f"sk-episode-{secrets.token_urlsafe(24)}"
         self._recordings[key], self._names[key] = (recording, True), [key]
         try:
@@ -148,9 +149,9 @@ class AgentEndpoint:
             recording.end()
 
     def add_name(self, name: str, key: str, trained: bool) -> None:
-        """Let a client send `name` as `X-Session-ID` in place of an episode's key; train on its answers if `trained`.
+        """Let a client send `name` as `X-Session-ID` instead of an episode's key; train on its answers if `trained`.
 
-        The name has to be as hard to guess as a key.
+        The name must be as hard to guess as a key.
         """
         self._recordings[name] = self._recordings[key][0], trained
         self._names[key].append(name)
@@ -195,7 +196,7 @@ class AgentEndpoint:
     async def _stream(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield finished answers as server-sent events: no part of an answer is final before its end."""
+        """Yield finished answers as server-sent events, because no part of an answer is final before its end."""
 
         def event(number: int, delta: Mapping[str, Any], **fields: Any) -> str:
             choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
@@ -247,7 +248,7 @@ async def _read_body(request: Request) -> Any:
 async def _answer_while_connected(
     request: Request, recording: Recording, policy_request: PolicyRequest
 ) -> Sequence[RecordedAnswer]:
-    """Return the answers. If the client disconnects, give them up."""
+    """Return the answers. Cancel them if the client disconnects."""
     answering = asyncio.create_task(recording.answer(policy_request))
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
@@ -269,7 +270,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path}: {error.detail}"
         cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
@@ -292,7 +293,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _make_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a reply in ASCII: half a character, which a client may have sent, has no UTF-8."""
+    """Return a reply in ASCII, because half a character, which a client may have sent, cannot be encoded in UTF-8."""
     return Response(json.dumps(value), status, headers, "application/json")
 
 
@@ -315,7 +316,7 @@ def _format_event(value: Mapping[str, Any]) -> str:
 
 
 class AppServer:
-    """Serves an ASGI application at `url`, at 127.0.0.1, until the running loop ends."""
+    """Serves an ASGI application at `url`, on 127.0.0.1, until the running loop ends."""
 
     def __init__(self, app: Any):
         at_once = min(BACKLOG, _file_limit() // 16)
@@ -338,7 +339,7 @@ class AppServer:
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Restore the backlog, which uvicorn sets to the number of connections accepted at once."""
+        """Restore the backlog, which uvicorn sets to the number of connections that it accepts at once."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
@@ -350,7 +351,7 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that has to send its request in time. If there are too many, the longest idle one is closed."""
+    """A connection with a time limit for its request. Of too many connections, the longest idle one is closed."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -386,6 +387,5 @@ class _Connection(H11Protocol):
 
 
 def _file_limit() -> int:
-    """Return the number of files that this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2 * MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files

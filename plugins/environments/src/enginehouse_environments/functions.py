@@ -1,4 +1,4 @@
-"""Makes tools of typed functions: a schema by signature and docstring, and checked calls."""
+"""Makes tools from typed functions: a schema from signature and docstring, and checked calls."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from enginehouse_environments.threads import run_in_thread
 log = logging.getLogger(__name__)
 
 FIRST_CALLS = 8
-"""Number of a tool's first calls that, if all failed, speak against the tool and not the policy."""
+"""If this many of a tool's first calls all fail, the tool is suspected, and not the policy."""
 
 BUILT_IN = {
     name: f"enginehouse_environments.builtin_tools.{name}:make_{name}" for name in ("calculator", "python", "search")
 }
-"""Functions that make the built-in tools of their arguments in a config, by name."""
+"""Functions that create the built-in tools, by the tools' names, from arguments in a config."""
 
 
 class ToolError(Exception):
-    """A failed call, with a message for the policy."""
+    """A call failed; the message is for the policy."""
 
 
 class Tool:
     """A function that the policy may call.
 
     Args:
-        function: a typed function, async or not, whose docstring describes it and, below `Args:`, each argument. Its
-            attribute `prepare`, if it has one, is called once in the process where it will run.
+        function: a typed function, async or not, whose docstring describes it and, below `Args:`, each argument. If it
+            has an attribute `prepare`, this is called once in the process where the function will run.
 
     Attributes:
         schema: schema in the form of OpenAI's `tools`.
 
     Raises:
-        ConfigError: it lacks types or a docstring, or a schema cannot express them.
+        ConfigError: it lacks types or a docstring, or a schema cannot express its types.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -54,11 +54,11 @@ class Tool:
         self._failures: int | None = 0  # None once a call succeeded, or after the warning
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Return the result as text: a string as it is, other values as JSON.
+        """Return the result as text: a string unchanged, other values as JSON.
 
         Args:
-            arguments: arguments by the policy, to be checked.
-            seconds: longest time to wait; a thread, which cannot be ended, runs on.
+            arguments: the policy's arguments, which are checked.
+            seconds: time limit. A thread cannot be ended, so it continues to run.
 
         Raises:
             ToolError: the call failed for any reason.
@@ -90,14 +90,15 @@ class Tool:
             if self._failures == FIRST_CALLS:
                 self._failures = None
                 log.warning(
-                    "each of the first %d calls of the tool %r failed, the last: %s. That is told to the model and "
-                    "ends nothing. If the tool is at fault, call it by hand, await what it awaits, raise tool_seconds",
+                    "each of the first %d calls of the tool %r failed, the last: %s. The model is told, and the run "
+                    "continues. If the tool is at fault, call it by hand, await its coroutines, or raise tool_seconds",
                     FIRST_CALLS, self.name, message, exc_info=raised,
                 )  # fmt: skip
         return ToolError(message)
 
     async def _run(self, arguments: Mapping[str, Any]) -> tuple[str, BaseException | None]:
-        """Return the result and the exception, which a task must not raise: some kinds would end the event loop."""
+        """Return the result and the exception. A task must not raise it, because some exceptions would end the event
+        loop."""
         try:
             if inspect.iscoroutinefunction(self._function):
                 return _write_result(await self._function(**arguments)), None

@@ -1,6 +1,6 @@
-"""Holds games in this process, or in others, where slow steps hold up nobody and a crash costs few games.
+"""Plays games in this process, or in others, in which slow steps delay nobody and a crash costs few games.
 
-A process gets at once all steps that came while it was busy.
+A process receives all steps that arrived while it was busy at once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from typing import Any, Protocol
 from enginehouse.errors import EnginehouseError
 
 START_SECONDS = 300.0
-"""Longest time for a process to import its games."""
+"""Time limit for a process to import its games."""
 
 GameCall = tuple[str, int, Any]
-"""The action ("begin", "step" or "end"), the name of a game, and the action's argument."""
+"""The action ("begin", "step" or "end"), the name of a game, and the argument of the action."""
 
 
 class GameLost(EnginehouseError):
-    """The process of a game is gone."""
+    """The process of a game has died."""
 
 
 class HeldGame(Protocol):
-    """A game in progress."""
-
     text: str
 
     def step(self, answer: str) -> Any: ...
@@ -40,14 +38,14 @@ class HeldGame(Protocol):
 
 
 class Games:
-    """Games by name; `make` begins one with a seed."""
+    """Games by name; `make` begins a game with a seed."""
 
     def __init__(self, make: Callable[[int], HeldGame]):
         self._make = make
         self._games: dict[int, HeldGame] = {}
 
     def do(self, call: GameCall) -> Any:
-        """Carry out a call. Return the first text for `begin`, the game's result for `step`, None for `end`."""
+        """Execute a call. Return the first text for `begin`, the game's result for `step`, and None for `end`."""
         action, name, argument = call
         if action == "begin":
             game = self._games[name] = self._make(argument)
@@ -76,12 +74,11 @@ class InProcessGames:
         return self._games.do(("step", name, answer))
 
     def end(self, name: int) -> None:
-        """End a game, finished or not."""
         self._games.do(("end", name, None))
 
 
 class GameProcesses:
-    """Plays games in `processes` other processes, which start with the first game. Used like `InProcessGames`."""
+    """Plays games in other processes, which start with the first game. Has the methods of `InProcessGames`."""
 
     def __init__(self, make: Callable[[int], HeldGame], processes: int, step_seconds: float):
         self._processes = [_GameProcess(make, step_seconds) for _ in range(processes)]
@@ -102,14 +99,13 @@ class GameProcesses:
         return await self._process_of[name].ask(("step", name, answer))
 
     def end(self, name: int) -> None:
-        """End a game, finished or not."""
         if (process := self._process_of.pop(name, None)) is not None:
             process.games -= 1
             process.ask(("end", name, None)).add_done_callback(lambda future: future.cancelled() or future.exception())
 
 
 class _GameProcess:
-    """One process, replaced when it dies or hangs."""
+    """One process, which is replaced when it dies or hangs."""
 
     def __init__(self, make: Callable[[int], HeldGame], step_seconds: float):
         self.games = 0
@@ -128,7 +124,7 @@ class _GameProcess:
         return result
 
     async def _work(self) -> None:
-        """Run queued calls until there are none. However this ends, no future is left pending."""
+        """Execute queued calls until there are none. However this ends, no future is left pending."""
         calls: list[tuple[GameCall, asyncio.Future[Any]]] = []
         try:
             while self._waiting:
@@ -209,7 +205,7 @@ def _end_with_parent() -> None:
 
 
 def _serve(calls: Sequence[GameCall]) -> list[Any]:
-    """Carry out calls. The result of a call that raised is its exception, of any kind."""
+    """Execute calls. If a call raises an error of any kind, its result is the exception."""
     assert _games is not None
     results: list[Any] = []
     for call in calls:

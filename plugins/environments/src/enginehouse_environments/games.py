@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class GuessingGame:
-    """Guess the number in the column `secret`: after a wrong guess the hint is "higher" or "lower".
+    """Guess the number in the column `secret`. After a wrong guess the hint is "higher" or "lower".
 
-    The last whole number of an answer is the guess; an answer without one ends the game.
+    The last whole number of an answer is the guess. An answer without a number ends the game.
 
     Args:
         turns: number of guesses.
@@ -45,7 +45,6 @@ class GuessingGame:
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         template, most = ChatTemplate(policy.tokenizer), context.most_tokens or math.inf
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         secret = task.columns.get("secret")

@@ -1,5 +1,3 @@
-"""Plays environments of gymnasium in a chat, one action a turn."""
-
 from __future__ import annotations
 
 import importlib
@@ -31,16 +29,16 @@ class Gym:
         make: other arguments of `gymnasium.make`, such as `{render_mode: ansi, is_slippery: false}`.
         observation: `"module:function"`, which returns the text of an observation. None: the environment's rendering if
             that is text (`render_mode: ansi`), else the printed observation.
-        actions: names of the actions 0, 1, ...; or `"module:function"`, which returns the action of a text, or None if
+        actions: names of the actions 0, 1, ...; or `"module:function"`, which returns the action in a text, or None if
             the text has none. None: a whole number, or the text itself if the environment takes texts.
-        seed: column with the seed that all episodes of a task begin with. None: the task's serial number.
-        max_turns: most answers of an episode.
-        unparsed: number added to the reward for an answer without an action, after which another answer is asked for.
-            None: such an answer ends the episode.
-        token_rewards: reward each answer by itself, besides the score, for advantages that read rewards of tokens.
+        seed: column with the seed with which all episodes of a task begin. None: the task's serial number.
+        max_turns: maximum number of answers of an episode.
+        unparsed: number added to the reward for an answer without an action, after which the model answers again. None:
+            such an answer ends the episode.
+        token_rewards: give each answer its own reward, besides the score, for advantages that read rewards of tokens.
         processes: number of processes that take steps, for environments with slow steps; 0: steps are taken in this
             process.
-        step_seconds: longest time for a step, after which the process is ended and its episodes fail.
+        step_seconds: time limit for a step. If it is exceeded, the process is killed and its episodes fail.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Gym:
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         template, seed = ChatTemplate(policy.tokenizer), self._read_seed(task)
 
         async def play(number: int, policy: Policy) -> Episode:
@@ -146,8 +143,6 @@ class Gym:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of an answer."""
-
     text: str  # the observation
     reward: float = 0.0
     is_over: bool = False
@@ -164,12 +159,11 @@ class Rules:
     actions: Sequence[str] | str | None = None
 
     def begin(self, seed: int) -> GymGame:
-        """Begin a game whose randomness depends on the seed."""
         return GymGame(self, seed)
 
 
 class GymGame:
-    """A game in progress, played by texts. `text` is the first observation."""
+    """A game in progress, played with texts. `text` is the first observation."""
 
     def __init__(self, rules: Rules, seed: int):
         self._rules = rules
@@ -188,7 +182,7 @@ class GymGame:
         return Step(self._describe(observation), float(reward), bool(terminated or truncated))
 
     def _take(self, action: Any, answer: str) -> tuple[Any, ...]:
-        """Step the game; explain the error if it does not know the action."""
+        """Step the game. If it raises an error because it does not know the action, explain that."""
         try:
             return self._game.step(action)
         except Exception as error:
@@ -200,7 +194,6 @@ class GymGame:
             ) from error
 
     def end(self) -> None:
-        """Release the game's resources."""
         self._game.close()
 
     def _describe(self, observation: Any) -> str:
@@ -211,7 +204,7 @@ class GymGame:
         return str(observation)
 
     def _find_action(self, answer: str) -> Any:
-        """Return the last action in an answer, or None if it has none that the game knows."""
+        """Return the last action in an answer, or None if the answer has none that the game knows."""
         actions, space = self._rules.actions, self._game.action_space
         if isinstance(actions, str):
             return resolve(actions)(answer)
@@ -242,7 +235,7 @@ def strip_terminal_codes(rendered: str) -> str:
 
 
 def _add_to_messages(task: Task, text: str) -> list[Mapping[str, Any]]:
-    """Return the task's messages with the first observation at the end of the user's message."""
+    """Return the task's messages, with the first observation added at the end of the user's message."""
     messages: list[Mapping[str, Any]] = list(task.messages or [{"role": "user", "content": task.prompt}])
     if messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]

@@ -14,7 +14,7 @@ ENVIRONMENTS: dict[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym:ReasoningGym", "Tasks of the package reasoning_gym by name, by its own scorers"),
     "verifiers": ("verifiers:Verifiers", "A taskset of the package verifiers, by its own harness and rewards"),
 }
-"""Class, as `"module:Class"`, and summary of each environment by name."""
+"""Class, as `"module:Class"`, and summary of each environment, by name."""
 
 
 @hookimpl

@@ -1,5 +1,3 @@
-"""Plays tasks of the package `reasoning_gym`, which makes the questions and scores the one answer to each."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,24 +23,24 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
 
 FIRST_UNNUMBERED = 1_000_000_000
-"""Index of the entry for the first row without one, so that no training row meets a numbered held-out row."""
+"""Index of the entry for the first row without a number, so that no training row equals a numbered held-out row."""
 
 TasksArgument = Annotated[list[str | dict[str, Any]], Field(min_length=1)]
 
 
 class ReasoningGym:
-    """Questions of `reasoning_gym`, each answered once and scored from 0 to 1 by the scorer of its task.
+    """Questions of the package `reasoning_gym`, each answered once and scored from 0 to 1 by the scorer of its task.
 
-    The model is asked only the question. The prompts of the data are for people.
+    The model sees only the question. The prompts of the data are for people.
 
     Args:
-        tasks: names of tasks, or mappings of a `name`, a `weight` (1), the `level` of its curriculum, for all its
-            attributes or by attribute, and parameters of the task's own.
+        tasks: names of tasks; or mappings of a `name`, a `weight` (default 1), the `level` of its curriculum (for all
+            its attributes, or by attribute), and the task's own parameters.
         seed: the seed of all tasks.
         index: column with the number of a row's entry. Rows without it get entries by their serial numbers, which
-            no row with a number below 1,000,000,000 has.
+            differ from those of all rows with a number below 1,000,000,000.
         system_prompt: name of a system prompt of `reasoning_gym`, which asks for the answer between `<answer>` tags; or
-            a text of your own; None: there is none.
+            your own text; None: no system prompt.
         answer: `tagged` scores the text between the last tags, `whole` the whole response.
         template: arguments of the chat template by name, such as `enable_thinking`.
     """
@@ -79,7 +77,6 @@ class ReasoningGym:
         ChatTemplate(tokenizer, arguments=arguments.get("template"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         run_in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, self._thread)
         question = await run_in_thread(self._mixture.draw, self._read_index(task))
         template = ChatTemplate(policy.tokenizer, arguments=self._template)
@@ -108,7 +105,7 @@ class ReasoningGym:
 
 
 class _OwnScores:
-    """The context of a run with scores of the environment's own."""
+    """The context of a run with the environment's own scores."""
 
     def __init__(self, context: EpisodeContext, score: Any):
         self.samples, self.most_tokens = context.samples, context.most_tokens
@@ -117,7 +114,7 @@ class _OwnScores:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task, its share of the questions, and its config of `reasoning_gym`."""
+    """A task, its weight among the questions, and its config of `reasoning_gym`."""
 
     name: str
     weight: float
@@ -143,10 +140,10 @@ class Question:
 
 
 class Mixture:
-    """Questions without end of several tasks, drawn by their weights.
+    """Endless questions of several tasks, chosen by their weights.
 
-    The entry `index` of a single task is `create_dataset(name, seed=seed, ...)[index]` as far as the task's `size`
-    goes. Some tasks have no entry beyond it, so each further `size` entries are of a data set with a seed of its own.
+    For a single task, the entry `index` is `create_dataset(name, seed=seed, ...)[index]` up to the task's `size`. Some
+    tasks have no entries beyond it, so each further `size` entries come from a data set with another seed.
     """
 
     def __init__(self, specs: Sequence[TaskSpec], seed: int):
@@ -154,7 +151,7 @@ class Mixture:
         self._open = functools.lru_cache(maxsize=4 * len(specs))(self._make_dataset)
 
     def draw(self, index: int) -> Question:
-        """Return the question of an index."""
+        """Return the question with this index."""
         weights = [spec.weight for spec in self._specs]
         (place,) = random.Random(f"{self._seed} {index}").choices(range(len(weights)), weights)
         spec = self._specs[place]
@@ -171,7 +168,7 @@ class Mixture:
 
 @contextmanager
 def _fix_seeds(text: str) -> Iterator[None]:
-    """Seed the generators that a process shares, from which some tasks draw, and put their states back."""
+    """Seed the random generators of the process, which some tasks use, and restore their states afterwards."""
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(text)
     try:
@@ -237,10 +234,10 @@ def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None,
 
 
 def find_system_prompt(name: str | None) -> str:
-    """Return the system prompt of `reasoning_gym` of this name, a text of several words itself, empty for None.
+    """Return the system prompt of `reasoning_gym` with this name; several words are the prompt itself; empty for None.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such system prompt.
     """
     if name is None or len(name.split()) > 1:
         return name or ""
@@ -251,7 +248,7 @@ def find_system_prompt(name: str | None) -> str:
 
 
 def load_package(module: str) -> Any:
-    """Return a module of the package.
+    """Return a module of the package `reasoning_gym`.
 
     Raises:
         ConfigError: it is not installed.

@@ -1,9 +1,9 @@
-"""Records the requests of an agent as training rows with the tokens that the policy drew.
+"""Records the requests of an agent as training rows with the tokens that the policy generated.
 
-An agent sends the whole conversation with each request. If it begins like an earlier one up to an answer that the agent
-got, its row keeps the earlier tokens, and only the new messages are rendered. So an episode is a tree of rows: a
-conversation that continues stays one row, and two requests after the same answer share the beginning of their rows. If
-an agent edits the history, another row begins at the last answer that is unchanged.
+An agent sends the whole conversation with each request. If the conversation begins like an earlier one up to an answer
+that the agent got, its row keeps the earlier tokens, and only the new messages are rendered. So an episode is a tree of
+rows. A conversation that continues stays one row. Two requests after the same answer share the beginning of their rows.
+If an agent edits the history, a new row begins after the last unchanged answer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from enginehouse_environments.calls import CallFormat
 
 MOST_TEMPLATES = 64
-"""Most lists of tools whose templates are cached."""
+"""Maximum number of cached templates."""
 
 EDITED, BRANCH, ANOTHER = "edited history", "branch", "another conversation"
-"""Reasons for a row other than the first."""
+"""Reasons why a row other than the first begins."""
 
 
 class RequestRefused(Exception):
@@ -40,7 +40,7 @@ class RequestRefused(Exception):
 
     Args:
         status: HTTP status.
-        message: the problem and the cure.
+        message: the problem and its solution.
         code: OpenAI's name of the error, for programs.
         param: field of the request that is wrong.
     """
@@ -61,8 +61,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """A request of an agent to the policy."""
-
     messages: Sequence[Mapping[str, Any]]  # the conversation so far, in OpenAI's form
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, by name
@@ -91,22 +89,22 @@ class RecordedAnswer:
     followed: int = 0  # number of answers that follow it
 
     def path(self) -> list[RecordedAnswer]:
-        """Return the answers of its row up to this one."""
+        """Return the answers of its row, up to this one."""
         path = [self]
         while (before := path[-1].before) is not None:
             path.append(before)
         return path[::-1]
 
     def tokens(self) -> list[int]:
-        """Return the tokens of its row up to its end."""
+        """Return the tokens of its row, up to the end of this answer."""
         parts = [part for answer in self.path() for part in (answer.given, answer.completion.token_ids)]
         return [int(token) for part in parts for token in part]
 
 
 class Templates:
-    """Caches, for each list of tools, the chat template and the format of its calls.
+    """Caches the chat template and the format of tool calls for each list of tools.
 
-    `format` names a format of calls, or is `"auto"`; `arguments` are defaults for the template's arguments.
+    `format` names a format of calls, or is `"auto"`. `arguments` are defaults for the template's arguments.
     """
 
     def __init__(self, tokenizer: Any, format: str = "auto", arguments: Mapping[str, Any] | None = None):
@@ -116,10 +114,10 @@ class Templates:
     def get(
         self, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> tuple[ChatTemplate, CallFormat | None]:
-        """Return the template with some tools, and the format of their calls, None without tools.
+        """Return the template with these tools, and the format of their calls, which is None without tools.
 
         Raises:
-            UserError: the tokenizer has no template, or it writes calls in no known format.
+            UserError: the tokenizer has no template, or the template writes calls in no known format.
         """
         key = _encode_json([list(tools), dict(arguments)])
         if key not in self._cache:
@@ -131,7 +129,7 @@ class Templates:
 
 
 class Recording:
-    """Answers the requests of one episode's agent, and makes the episode of them."""
+    """Answers the requests of one episode's agent, and makes the episode from the answers."""
 
     def __init__(self, policy: Policy, templates: Templates, limits: Limits):
         self.edits = 0  # requests whose history differs from what was sent
@@ -148,7 +146,7 @@ class Recording:
         self._ended = False
 
     async def answer(self, request: PolicyRequest) -> Sequence[RecordedAnswer]:
-        """Draw and record `request.n` answers.
+        """Generate and record `request.n` answers.
 
         Raises:
             RequestRefused: the request cannot be answered.
@@ -183,7 +181,7 @@ class Recording:
             return slot
 
     def end(self) -> None:
-        """Cancel the requests in progress, and answer no more."""
+        """Cancel the requests in progress, and reject further requests."""
         self._ended = True
         for call in self._running:
             call.cancel()
@@ -196,7 +194,7 @@ class Recording:
         return [answer for slot in self._slots for answer in slot]
 
     def episode(self, score: Score, finish: str) -> Episode:
-        """Return the rows as one episode, with counts among its figures. Needs an answer that is trained."""
+        """Return the rows as one episode, with counts among its metrics. At least one answer must be trained on."""
         *earlier, (last, first, begins) = rows = self._make_rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
@@ -206,16 +204,14 @@ class Recording:
         return last.episode(scored, *self._decode_texts(last, first, begins), finish, segments)
 
     def _decode_texts(self, row: Transcript, prompt_tokens: int, reason: str) -> tuple[str, str]:
-        """Return a row's prompt and response as texts for people."""
+        """Return a row's prompt and response as readable texts."""
         parts = row.tokens[:prompt_tokens], row.tokens[prompt_tokens:]
         prompt, response = (self._policy.tokenizer.decode(part, skip_special_tokens=False) for part in parts)
         return (f"[{reason}]\n" if reason else "") + prompt, response
 
     def _make_rows(self) -> list[tuple[Transcript, int, str]]:
-        """Return each row, the number of its prompt tokens, and the reason it begins.
-
-        Each drawn token is trained in the first row that has it.
-        """
+        """Return each row, the number of its prompt tokens, and the reason why it begins. A generated token is trained
+        on only in the first row that contains it."""
         answers = self.answers
         trained = [answer for answer in answers if answer.trained]
         in_mask = {id(answer) for answer in trained if answer.fits and len(answer.completion.token_ids)}
@@ -242,11 +238,13 @@ class Recording:
 
     @contextmanager
     def _count_call(self) -> Iterator[None]:
-        """Count a request, and report an error of the policy to the episode."""
+        """Count a request. If the policy raises an error, pass it to the episode."""
         if self._ended:
             raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         if self._calls >= self._limits.calls:
-            raise self._limit_error(403, f"an episode may ask {self._limits.calls} times (max_calls)", "too_many_calls")
+            raise self._limit_error(
+                403, f"an episode may send {self._limits.calls} requests (max_calls)", "too_many_calls"
+            )
         self._calls += 1
         call = asyncio.current_task()
         assert call is not None
@@ -297,7 +295,7 @@ class Recording:
         tokens: Sequence[int],
         before: RecordedAnswer | None,
     ) -> list[int]:
-        """Return the tokens of new messages after a row's tokens. A tool's result cannot end its message."""
+        """Return the tokens of new messages after a row's tokens. Special tokens in a tool's result are broken up."""
         messages = list(new)
         for place, message in enumerate(messages):
             if message["role"] == "tool":
@@ -310,19 +308,22 @@ class Recording:
             raise RequestRefused(400, str(error), param="messages") from error
 
     def _choose_sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
-        """Return the sampling of an answer after `tokens` tokens, and count its tokens as drawn."""
+        """Return the sampling parameters of an answer after `tokens` tokens, and count its maximum as generated."""
         defaults, limits = self._policy.sampling, self._limits
         most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]
         if limits.row_tokens is not None:
             most.append(limits.row_tokens - tokens)
             if most[-1] < 1:
-                limit = f"{limits.row_tokens} are the most with an answer (max_row_tokens; unset, what the models read)"
+                limit = (
+                    f"{limits.row_tokens} is the maximum with an answer (max_row_tokens; if unset, the context "
+                    "length of the models)"
+                )
                 message = f"the conversation has {tokens} tokens, and {limit}"
                 raise self._limit_error(400, message, "context_length_exceeded")
         if limits.drawn_tokens is not None:
             most.append((limits.drawn_tokens - self._drawn) // request.n)
             if most[-1] < 1:
-                message = f"an episode may draw {limits.drawn_tokens} tokens (max_tokens)"
+                message = f"an episode may generate {limits.drawn_tokens} tokens (max_tokens)"
                 raise self._limit_error(403, message, "too_many_tokens")
         self._drawn += min(most) * request.n  # `_draw` gives back tokens that are not drawn
         ends = defaults.stop_token_ids
@@ -332,7 +333,7 @@ class Recording:
         return replace(defaults, stop_token_ids=ends, stop=stop, max_tokens=min(most), **request.changed)
 
     async def _draw(self, digest: Any, tokens: Sequence[int], n: int, sampling: SamplingParams) -> Sequence[Completion]:
-        """Draw answers. Seeds depend on the conversation and on how often it was asked, on no other request."""
+        """Generate answers. Their seeds depend only on the conversation and on how often it was already sent."""
         key = digest.digest()
         number, self._times_asked[key] = self._times_asked[key], self._times_asked[key] + 1
         tokens_drawn = 0
@@ -359,10 +360,10 @@ class Recording:
 
 
 def normalise(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
-    """Return a message as chat templates read it: text content, arguments of calls as objects, no empty fields.
+    """Return a message as chat templates read it: content as text, arguments of calls as objects, no empty fields.
 
     Raises:
-        RequestRefused: it cannot be rendered.
+        RequestRefused: the message cannot be rendered.
     """
     where = f"messages[{number}]"
 
@@ -398,7 +399,7 @@ def normalise(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
 
 
 def _add_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Add the tools' names to their messages: OpenAI's messages lack them, and some templates need them."""
+    """Add the tools' names to their messages. OpenAI's messages lack them, but some templates need them."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     names = {call.get("id"): call["function"].get("name") for call in calls}
     return [
@@ -416,10 +417,8 @@ def _parse_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encode_content(message: Mapping[str, Any]) -> bytes:
-    """Return the content by which messages are equal. Of an answer: its text, and its calls in any order, without ids.
-
-    Libraries add fields of their own to answers.
-    """
+    """Return the content by which messages are compared. For an answer: its text, and its calls in any order, without
+    ids. Other fields of an answer do not count, because libraries add some."""
     if message["role"] != "assistant":
         return _encode_json({name: value for name, value in message.items() if name != "tool_call_id"})
     functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -428,7 +427,7 @@ def _encode_content(message: Mapping[str, Any]) -> bytes:
 
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
-    """Return the answer that a message repeats: by the ids of its calls, else one that nothing follows."""
+    """Return the answer that a message repeats: the one with its calls' ids, else one that nothing follows."""
     ids = _call_ids(message)
     candidates = [answer for answer in answers if ids and _call_ids(answer.message) == ids] or answers
     return next((answer for answer in candidates if not answer.followed), candidates[-1])

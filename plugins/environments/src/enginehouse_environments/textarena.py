@@ -1,7 +1,7 @@
-"""Games of textarena for one player, as an environment of gymnasium that importing this module registers.
+"""Games of textarena for one player, as a gymnasium environment that is registered when this module is imported.
 
-Actions and observations are texts. A seed fixes only a game's beginning: games use Python's own random generator, which
-the whole process shares.
+Actions and observations are texts. A seed determines only how a game begins, because games use Python's global random
+generator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_CHARACTERS = 1 << 16
 
 
 class TextArena(gymnasium.Env[str, str]):
-    """A game of textarena, by its id, such as `"GuessTheNumber-v0-raw"`: with `-raw` each turn shows only new text."""
+    """A game of textarena, by id, such as `"GuessTheNumber-v0-raw"`. With `-raw` each turn shows only new text."""
 
     observation_space = action_space = Text(MOST_CHARACTERS)
 
@@ -25,13 +25,12 @@ class TextArena(gymnasium.Env[str, str]):
         self._game: Any = textarena.make(game)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin a new game."""
         super().reset(seed=seed)
         self._game.reset(num_players=1, seed=seed)
         return self._observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take a turn. The last turn has the reward of the whole game."""
+        """Take a turn. Only the last turn has a reward, that of the whole game."""
         is_over, info = self._game.step(action)
         rewards = self._game.close()[0] if is_over else None
         return self._observe(), float((rewards or {}).get(0, 0.0)), is_over, False, dict(info)

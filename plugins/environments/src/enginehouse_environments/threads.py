@@ -1,4 +1,4 @@
-"""Runs functions that would block the event loop in threads."""
+"""Runs blocking functions in threads, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:
-    """Return or raise the outcome of a function, run in a thread of this name.
+    """Run a function in a thread with this name; return its result or raise its error.
 
-    The thread does not keep the process from exiting. It cannot be ended: if nobody waits any more, it runs on.
+    The thread does not keep the process from exiting. It cannot be stopped: after a cancellation, it continues to run.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[T] | BaseException] = loop.create_future()

@@ -1,4 +1,4 @@
-"""A chat in which the policy may call tools, whose results become messages."""
+"""A chat in which the policy may call tools. Their results become messages."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Positive = Annotated[int, Field(ge=1)]
 Message = dict[str, Any]
 
 CHARACTERS_A_TOKEN = 64
-"""Characters of a result that are tokenised, for each token that its message may have."""
+"""Number of characters of a tool's result that are tokenized per token of `max_result_tokens`."""
 
 
 class Tools:
-    """A chat with tools. It ends with an answer that calls no tool, which the configured reward scores.
+    """A chat with tools. It ends with the first answer without a tool call, which the configured reward scores.
 
     Args:
-        tools: names of built-in tools, or `module:function` of your own tools, or mappings of a `name` and of arguments
-            for the function that makes the tool.
-        max_turns: most answers of an episode.
-        max_tokens: most tokens of an episode beyond its prompt, answers and tool results together. Unset: as many as
-            the models read.
-        tool_seconds: longest time of a call in seconds.
-        max_result_tokens: most tokens of a tool's result; a longer result is cut.
-        format: form in which the model writes calls. `auto`: as its chat template does; otherwise the name of a form.
+        tools: names of built-in tools, or `module:function` of your own tools; or mappings of a `name` and the
+            arguments of the function that makes the tool.
+        max_turns: maximum number of answers of an episode.
+        max_tokens: maximum number of tokens after the prompt, in answers and tool results together. Unset: the context
+            length of the models.
+        tool_seconds: time limit for a call.
+        max_result_tokens: maximum number of tokens of a tool's result. A longer result is cut.
+        format: name of the format in which the model writes calls. `auto`: the format of its chat template.
         template: arguments of the chat template by name, such as `enable_thinking`.
     """
 
@@ -63,19 +63,18 @@ class Tools:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Raise `ConfigError` for tools that cannot be made, and for an unknown call format."""
+        """Raise `ConfigError` if a tool cannot be made, or for an unknown format of tool calls."""
         make_tools(arguments["tools"])
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Raise `UserError` for a chat template that renders no calls or no tool results."""
+        """Raise `UserError` if the chat template renders no calls or no tool results."""
         schemas = [tool.schema for tool in make_tools(arguments["tools"])]
         _make_chat(tokenizer, schemas, arguments.get("template"), arguments.get("format", "auto"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         template, form = self._get_chat(policy.tokenizer)
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         opening = template.opening(messages)
@@ -101,14 +100,14 @@ class Tools:
         return await context.each(play)
 
     def _get_chat(self, tokenizer: Any) -> tuple[ChatTemplate, CallFormat]:
-        """Return the cached template and call format; a process has one tokenizer."""
+        """Return the cached template and format of calls; a process has only one tokenizer."""
         if self._chat is None or self._chat[0].tokenizer is not tokenizer:
             schemas = [tool.schema for tool in self._tools.values()]
             self._chat = _make_chat(tokenizer, schemas, self._template_arguments, self._format)
         return self._chat
 
     def _find_token_limit(self, prompt_tokens: int, context: EpisodeContext) -> float:
-        """Return the most tokens of an episode with its prompt."""
+        """Return the maximum number of tokens of an episode, including its prompt."""
         own_limit = None if self._max_tokens is None else prompt_tokens + self._max_tokens
         most = min((limit for limit in (own_limit, context.most_tokens) if limit is not None), default=math.inf)
         if most <= prompt_tokens:
@@ -121,7 +120,7 @@ class Tools:
     async def _converse(
         self, chat: Dialogue, form: CallFormat, policy: Policy, most: float, figures: dict[str, float]
     ) -> str:
-        """Draw answers until one has no calls or a limit is reached. Return the finish reason."""
+        """Generate answers until one has no calls or a limit is reached. Return the finish reason."""
         while (room := most - len(chat.transcript.tokens)) > 0:
             completion = await chat.answer(policy, int(min(room, policy.sampling.max_tokens)))
             figures["turns"] += 1
@@ -141,7 +140,7 @@ class Tools:
         return "length"
 
     async def _call_all(self, parsed: Parsed, template: ChatTemplate) -> tuple[list[Message], int]:
-        """Run an answer's calls at once. Return the results as messages, and the number of failures."""
+        """Run all calls of an answer concurrently. Return the results as messages, and the number of failures."""
         outcomes = await asyncio.gather(*(self._call(call) for call in parsed.calls))
         results = [(call, text) for call, (text, _) in zip(parsed.calls, outcomes, strict=True)]
         results += [(_NO_CALL, f"error: {problem}") for problem in parsed.problems]
@@ -158,7 +157,7 @@ class Tools:
             return f"error: {error}", True
 
     def _cut(self, template: ChatTemplate, text: str) -> str:
-        """Shorten a result, and break its special tokens, by which a tool could speak for the policy."""
+        """Shorten a result, and break up its special tokens, with which a tool could imitate the policy."""
         most, tokenizer = self._max_result_tokens, template.tokenizer
         text = text[: (most + 1) * CHARACTERS_A_TOKEN].encode("utf-8", "replace").decode()
         text = template.break_special_tokens(text)
@@ -185,7 +184,7 @@ def _make_chat(
 
 
 _NO_CALL = ToolCall("000000000", "tool_call", {})
-"""The call that the result of a malformed call refers to."""
+"""The call to which the result of a malformed call refers."""
 
 
 def _make_result(call: ToolCall, text: str) -> Message:

@@ -1,6 +1,6 @@
 """Plays environments of the package `verifiers`, with their own tasks, harnesses and rewards.
 
-A harness is any program that asks a model. Its requests carry the id of its trace as their session.
+A harness is any program that sends requests to a model. As session id, its requests carry the id of their trace.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from enginehouse_environments.agents import AgentTask
 
 NO_KEY = "ENGINEHOUSE_NO_KEY"
-"""An unset environment variable: requests are identified by their session, not by a key."""
+"""An environment variable that is not set, because requests are identified by their session id and not by a key."""
 
 
 class Verifiers:
-    """Tasks of a taskset of `verifiers`, played by its own harness and scored by itself.
+    """Tasks of a taskset of `verifiers`, which its own harness plays and its own rewards score.
 
     Args:
         taskset: id of the taskset.
         config: other keys of its `[env]` block, such as `{agent: {harness: {id: "null"}, runtime: {type:
             subprocess}}}`.
-        column: column of the data with the number of a row's task, counted from 0 in the order of the taskset.
-        max_calls: most requests of an episode.
-        max_tokens: most tokens that an episode may generate. Unset: any number.
-        max_row_tokens: most tokens of one conversation. Unset: as many as the models read.
+        column: column with the index of a row's task in the taskset, from 0.
+        max_calls: maximum number of requests of an episode.
+        max_tokens: maximum number of tokens that an episode may generate. Unset: no limit.
+        max_row_tokens: maximum number of tokens of one conversation. Unset: the context length of the models.
         ignored: parameters of requests that are ignored, such as `temperature`.
     """
 
@@ -59,7 +59,7 @@ class Verifiers:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Raise `ConfigError` for a taskset that cannot be loaded, and for data without the column."""
+        """Raise `ConfigError` if the taskset cannot be loaded, or the data lacks the column."""
         load_taskset(arguments["taskset"], arguments.get("config"))
         if (column := arguments.get("column", "task")) not in (columns if columns is not None else [column]):
             raise ConfigError(
@@ -69,11 +69,10 @@ class Verifiers:
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Raise `UserError` for a tokenizer without a chat template."""
+        """Raise `UserError` if the tokenizer has no chat template."""
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Play a task."""
         number = task.columns.get(self._column)
         if not isinstance(number, int) or not 0 <= number < len(self._tasks):
             raise UserError(
@@ -95,7 +94,7 @@ class Verifiers:
         return await self._agents.play(task, policy, context, act)
 
     async def _ensure_serving(self) -> None:
-        """Start, once a loop, the services that episodes share."""
+        """Start the services that episodes share, once per event loop."""
         loop = asyncio.get_running_loop()
         if self._serving is None or self._serving[0] is not loop:
             ready = loop.create_future()
@@ -118,7 +117,7 @@ def load_taskset(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, A
     """Return the package and the environment of a taskset.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the taskset cannot be loaded.
     """
     try:
         v1 = importlib.import_module("verifiers.v1")
@@ -133,7 +132,7 @@ def load_taskset(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, A
 
 
 def read_outcome(episode: Any) -> dict[str, float]:
-    """Return the metrics of an episode's trainable traces, and their mean reward.
+    """Return the metrics of an episode's trainable traces, and the mean of their rewards.
 
     Raises:
         EnginehouseError: the episode failed.

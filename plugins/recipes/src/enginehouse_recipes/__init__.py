@@ -1,9 +1,10 @@
-"""Ready configs, each for an algorithm or an environment, on a task that two CPU cores learn in a few minutes.
+"""Ready-made configs, each for an algorithm or an environment, on a task that two CPU cores learn in a few minutes.
 
-A recipe is a YAML file of this folder. Its header names the source of its setting, the differences, and the command
-that runs it. Its paths below `runs/recipes/` name what it begins from: `task/` is made by `sorting`, `chat/` by `chat`,
-`sums/` by `sums`, `smollm2-135m-instruct` is the model that `real_model` keeps in the user's cache, and `NAME/` is the
-run of another recipe. Those of the folder `real` train that model. Imports neither torch nor pydantic.
+A recipe is a YAML file in this folder. Its header names the source of its settings, the differences, and the command
+that runs it. Its paths below `runs/recipes/` name the models and data that it starts from. `sorting` creates `task/`,
+`chat` creates `chat/`, and `sums` creates `sums/`. `smollm2-135m-instruct` is the model that `real_model` stores in the
+user's cache, and the recipes of the folder `real` train it. `NAME/` is the run of another recipe. This module imports
+neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from enginehouse.errors import UserError, nearest
 
 DIRECTORY = Path("runs", "recipes")
-"""Directory of recipes' runs and of what they begin from, relative to the current directory."""
+"""Directory of the recipes' runs and of the models and data that they start from, relative to the current directory."""
 
 TASKS = {
     "task": ("enginehouse_recipes.sorting:make_task", "the task, to sort six digits, and its model"),
@@ -27,17 +28,15 @@ TASKS = {
         "a link to the real model, SmolLM2-135M-Instruct",
     ),
 }
-"""Folders there with a task, a model or both: the function that makes it, and a description."""
+"""Folders there with a task, a model or both: the function that creates each, and a description."""
 
 FORMER_NAMES = {"sums": "real/grpo"}
-"""Names that recipes had, and go by still."""
+"""Former names of recipes, which are still accepted."""
 
 _COMMAND = re.compile(r"^#   enginehouse (\w+) \S+\.yaml$", re.MULTILINE)
 
 
 class Recipe(NamedTuple):
-    """A config that comes with enginehouse."""
-
     name: str
     path: Path
     text: str
@@ -55,7 +54,7 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return all recipes by name; one of a folder is `folder/name`."""
+    """Return all recipes by name. The name of a recipe in a folder is `folder/name`."""
     folder = Path(__file__).parent
     files = {
         file.relative_to(folder).with_suffix("").as_posix(): file
@@ -66,10 +65,10 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe by its name or a former one.
+    """Return a recipe by its name or a former name.
 
     Raises:
-        UserError: there is none; the message names the nearest.
+        UserError: there is no such recipe; the message suggests the nearest.
     """
     by_name = recipes()
     name = FORMER_NAMES.get(name, name)
@@ -79,7 +78,7 @@ def recipe(name: str) -> Recipe:
 
 
 def needs(config: Mapping[str, Any]) -> list[str]:
-    """Return the names, of `TASKS` or of recipes, that a config begins from, in the order of its keys."""
+    """Return the names, of `TASKS` or of recipes, that a config starts from, in the order of its keys."""
     paths = (Path(text) for section, values in config.items() if section != "run" for text in _iterate_texts(values))
     inside = [path.relative_to(DIRECTORY).parts for path in paths if path.is_relative_to(DIRECTORY)]
     return list(dict.fromkeys("/".join(parts[: 2 if parts[0] == "real" else 1]) for parts in inside))

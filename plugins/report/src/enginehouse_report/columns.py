@@ -1,4 +1,4 @@
-"""Turns rows of figures into columns for a page, with few digits and a bounded number of points."""
+"""Converts rows of metrics to columns for a page, with few digits and a limited number of points."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DIGITS = 5
-"""Significant digits of a figure; a screen shows three or four."""
+"""Number of significant digits of a value; a screen shows three or four."""
 MOST_POINTS = 4000
-"""Most points of a chart, more than a screen is wide. Longer runs are reduced to lowest and highest values."""
+"""Maximum number of points of a chart; a screen is narrower. A longer run is reduced to minima and maxima."""
 
 
 def round_significant(value: float, digits: int = DIGITS) -> float:
-    """Round a number to significant digits."""
     return value if value == 0 or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
 def number(value: Any) -> float | None:
-    """Return a value if it is a finite number, else None."""
+    """Return the value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value
@@ -29,13 +28,13 @@ def make_columns(rows: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> 
 
     Args:
         rows: rows of `metrics.jsonl`.
-        most: most points of a column. A longer one is cut into equal parts, each of which keeps its lowest and its
-            highest value, in their order, at its first and last step.
+        most: maximum number of points. If there are more steps, they are divided into equal parts. Each part has two
+            points, at its first and last step, with its minimum and its maximum in their order.
 
     Returns:
         `rows`: number of points. `columns`: values by name, None where a row has none. `not_finite`: by name, the
-        points whose value is no finite number. `binned`: number of steps that two points stand for; 0: each step is a
-        point.
+        indices of points with a value that is no finite number. `binned`: number of steps in a part; 0: each point is a
+        step.
     """
     rows = [row for row in rows if isinstance(row.get("step"), int)]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
@@ -62,7 +61,7 @@ def _ends(part: list[Any]) -> list[Any]:
 
 
 def _extremes(values: list[float | None], points: int) -> list[float | None]:
-    """Return the lowest and the highest value, in the order in which they come."""
+    """Return the minimum and the maximum, in the order in which they occur."""
     numbers = [(value, place) for place, value in enumerate(values) if value is not None]
     if not numbers:
         return [None] * points

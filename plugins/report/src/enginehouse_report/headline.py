@@ -1,4 +1,4 @@
-"""Computes what a reader of a run's page looks for first: did the run learn, how good is it, and how fast was it."""
+"""Computes the headline of a run's page: did the run learn, how good is it, and how fast was it?"""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from enginehouse_rl.runs.validations import Validations
 Rows = Sequence[Mapping[str, Any]]
 
 LEARNED = ("reward/mean", "accuracy", "loss")
-"""Metrics that show whether a run learns. The page shows the first one that the run reports."""
+"""Metrics that show that a run learns. The page shows the first of them that the run reports."""
 VALIDATED = ("validation/reward", "validation/accuracy", "validation/loss")
 
 
 def make_headline(metrics: Rows, validations: Rows, resumed_after: int | None) -> dict[str, Any]:
-    """Return the headline figures of a run as plain data. A figure that the run lacks is None.
+    """Return the headline of a run as plain data, with None for each part that the run has no values for.
 
     Args:
         metrics: Rows of `metrics.jsonl`.
-        validations: Rows of `validation.jsonl`. A run on demonstrations or preferences validates in `metrics.jsonl`.
-        resumed_after: Step after which the run's last process resumed it, or None.
+        validations: Rows of `validation.jsonl`. If there are none, validations are read from `metrics`, which has them
+            in a run on demonstrations or preferences.
+        resumed_after: Step after which the last process resumed the run, or None.
     """
     return {
         "learned": _describe_change(metrics),
@@ -33,7 +34,7 @@ def make_headline(metrics: Rows, validations: Rows, resumed_after: int | None) -
 
 
 def _describe_change(rows: Rows) -> dict[str, Any] | None:
-    """Return a metric's means over the first and the last steps, as the last lines of a run print them."""
+    """Return a metric's means over the first and the last steps, as the run prints them at its end."""
     steps = [_keep_numbers(row) for row in rows if isinstance(row.get("step"), int)]
     history = History()
     for row in steps if len(steps) <= WINDOW + KEPT else [*steps[:WINDOW], *steps[-KEPT:]]:
@@ -47,7 +48,7 @@ def _describe_change(rows: Rows) -> dict[str, Any] | None:
 
 
 def _describe_validations(rows: Rows) -> dict[str, Any] | None:
-    """Return the first, the best and the last validation, and in words how the last one is worse, if it is."""
+    """Return the first, the best and the last validation. If the last one is worse, say how much."""
     for name in VALIDATED:
         values = [
             (row["step"], value)
@@ -73,7 +74,7 @@ def _describe_decline(rows: Rows) -> str:
 
 
 def _measure_speed(rows: Rows, resumed_after: int | None) -> dict[str, Any] | None:
-    """Return the steps of the run's last process and their seconds, without the start of its workers."""
+    """Return the number of steps of the run's last process, and their seconds without the start of its workers."""
     steps = [
         (row["step"], elapsed, number(row.get("time/step")))
         for row in rows

@@ -1,7 +1,7 @@
-"""Writes the page of runs: one HTML file that contains all it needs and contacts no host.
+"""Writes the page of one or several runs: a single HTML file that contacts no host.
 
-Its data are blocks of JSON, compressed and in base64, so that no text of a model is markup. `page.js` reads a block
-when it needs it. The policy in the page's head lets only its own script run.
+The data are blocks of compressed JSON in base64, so that a model's text never becomes markup. `page.js` decodes a block
+when it needs it. The Content-Security-Policy allows only the page's own script.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ASSETS = Path(__file__).parent / "assets"
 NAME = "report.html"
 """Name of the file in a run directory."""
 ROWS_BYTES = 6_000_000
-"""Most bytes of a page for whole rows with their tokens, of all its runs together."""
+"""Maximum number of bytes for whole rows with their tokens, for all runs of a page together."""
 CHUNK_BYTES = 400_000
-"""Characters of JSON in a block of whole rows, which is read when one of them is opened."""
+"""Number of JSON characters in a block of whole rows. Opening a row reads its whole block."""
 
 
 def write_report(
@@ -46,8 +46,8 @@ def write_report(
     Args:
         runs: run directories.
         out: the file, which is replaced atomically.
-        rows_bytes: most bytes for whole rows with their tokens.
-        seconds: longest time to read samples; the page names the files left out.
+        rows_bytes: maximum number of bytes for whole rows with their tokens.
+        seconds: time limit for reading samples. The page names the files that were not read.
         show_host: True if the page shows the host's name and the absolute path of each run.
 
     Returns:
@@ -82,7 +82,7 @@ def write_report(
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that differ."""
+    """Return the shortest ends of paths that distinguish them."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [os.sep.join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(set(paths)):
@@ -91,8 +91,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, str]]:
-    """Yield blocks of whole rows while there is room, and add the columns `block` and `at`, their places, to the
-    table."""
+    """Yield blocks of whole rows while there is room. The columns `block` and `at` get each row's block and index."""
     blocks: list[Any] = [None] * len(table.places)
     places: list[Any] = [None] * len(table.places)
     table.columns |= {"block": blocks, "at": places}
@@ -114,17 +113,17 @@ def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, 
 
 
 def block(content: Mapping[str, Any]) -> str:
-    """Return plain data as a block, in which numbers that are not finite are null."""
+    """Return plain data as a block. Numbers that are not finite become null."""
     return pack(encode_row(content))
 
 
 def pack(text: str) -> str:
-    """Compress a JSON text into base64. Characters without UTF-8 bytes stay JSON escapes."""
+    """Compress a JSON text into base64. Characters that UTF-8 cannot encode become JSON escapes."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode()
 
 
 def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
-    """Return the HTML text with data blocks by name. `live` is the path of a server with further data, if any."""
+    """Return the HTML text with data blocks by name. `live` is the path of a server with newer data, if any."""
     style = _asset("uPlot.min.css") + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + _asset("page.js")
     licence = re.sub(r"--+", "-", _asset("uPlot.LICENSE"))
@@ -144,7 +143,7 @@ def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
 
 
 def policy(style: str, script: str, live: str) -> str:
-    """Return a Content-Security-Policy: the page may run its own script, and contact its own server if it has one."""
+    """Return the Content-Security-Policy. It allows the page's own script, and requests to its own server, if any."""
     rules = ["default-src 'none'", f"script-src {_hash(script)}", f"style-src {_hash(style)}", "img-src data:"]
     rules += ["connect-src 'self'"] if live else []
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])

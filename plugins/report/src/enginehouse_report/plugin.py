@@ -1,4 +1,4 @@
-"""Registers commands, a page and a tracker that show a run. Imports modules when they are used."""
+"""Registers the commands, the page and the tracker that show a run. Modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enginehouse.plugin import Tracker, hookimpl
 enginehouse_protocol = "1.1"
 
 SECONDS = {"interrupted": 2.0}
-"""Longest time for the report at a run's end to read samples: whoever interrupted the run waits."""
+"""Time limits for reading samples at the end of a run, by its outcome. The user waits for an interrupted run to end."""
 SECONDS_OTHERWISE = 10.0
 
 

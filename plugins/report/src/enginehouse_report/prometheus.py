@@ -1,4 +1,4 @@
-"""The tracker `prometheus`, which serves metrics while the run goes on."""
+"""The tracker `prometheus`, which serves metrics during the run."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_METRICS = 2000
-"""Most names that are served, because each is a time series for the server that fetches them."""
+"""Maximum number of metrics, because each is a time series on the Prometheus server."""
 METRIC = ("run", "kind", "metric")
 """Labels of a run's metrics."""
 OF_THE_RUN = (
     *("run_info", "run_step", "run_steps", "run_elapsed_seconds", "run_step_timestamp_seconds"),
     *("alarms", "alarms_total"),
 )
-"""Names of metrics about the run itself; another metric of such a name gets another `_`."""
+"""Names of metrics about the run itself. If another metric has such a name, `_` is appended to it."""
 COUNTED = re.compile(
     r"rollout/(restarts|retries)|feed/(refused|dropped|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
-"""Metrics that count events of their step: their sums are served."""
+"""Metrics that count the events of a step. Their sums are served."""
 EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses that stand for all interfaces of a machine, and so name no target."""
+"""Addresses that stand for all interfaces of a machine, so that no other machine can use them as a target."""
 
 
 class Prometheus:
-    """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics`, from the run's start to its end.
+    """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics` until the run ends.
 
-    A metric's name is `enginehouse_`, and `_` for what Prometheus does not take: `enginehouse_reward_mean`. The label
-    `metric` has it as the run calls it, so that no two are one. What a step counts (`COUNTED`) is added up, from when
-    this process of the run began: `enginehouse_rollout_restarts_total`. Alarms are counted by name as they are in
-    `alarms.jsonl`. A file says where it is served, for Prometheus' `file_sd_configs`; a run that ends in order takes it
-    away.
+    A metric's name is `enginehouse_` and its name in the run, with `_` for each character that Prometheus does not
+    allow: `enginehouse_reward_mean`. The label `metric` has the name in the run, which is unique. Counts of events
+    (`COUNTED`) are summed since this process of the run started: `enginehouse_rollout_restarts_total`. Alarms are
+    counted by name, from `alarms.jsonl`. A target file for Prometheus' `file_sd_configs` contains the address; it is
+    deleted at the end unless the run is killed.
 
     Args:
-        port: port at which it waits; 0: any free port.
+        port: port to listen at; 0: any free port.
         address: address of the network interface; `0.0.0.0`: all interfaces. Clients are not authenticated.
         name: name of the run; unset: the name of the run directory.
-        targets: the folder of that file, which is called `NAME.json`; unset: `prometheus` in the run directory. One for
-            all runs is found by one pattern.
-        linger_seconds: longest time that the end of a run waits to be fetched once more, so that its last metrics are
-            seen; it does not wait if nobody ever fetched them.
+        targets: directory of the target file `NAME.json`; unset: `prometheus` in the run directory. If all runs use one
+            directory, one pattern finds them all.
+        linger_seconds: maximum time for which the end of the run waits until its last metrics are fetched. It does not
+            wait if no metrics were ever fetched.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Prometheus:
         except OSError as error:
             raise EnginehouseError(
                 f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
-                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
+                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any free port"
             ) from error
         self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
         self._write_target(self._server.server_port)
@@ -132,10 +132,10 @@ class _ServedMetrics:
                     self._values[name, kind] = so_far + value
                 elif before < MOST_METRICS:
                     before = MOST_METRICS
-                    log.warning("Prometheus gets the first %d metrics of this run alone", MOST_METRICS)
+                    log.warning("Prometheus gets only the first %d metrics of this run", MOST_METRICS)
 
     def end(self, outcome: Outcome, seconds: float) -> None:
-        """Set the outcome, and wait until it was fetched if anything ever was."""
+        """Set the outcome. If metrics were ever fetched, wait until the last ones are fetched."""
         with self._changed:
             self._status, so_far = outcome, self._fetched
             if so_far:
@@ -201,5 +201,5 @@ def _family(name: str) -> str:
 
 
 def _text(name: str) -> str:
-    """Return a label's value, with characters that have no UTF-8 bytes escaped."""
+    """Return the value of a label. Characters that UTF-8 cannot encode become escapes."""
     return name.encode("utf-8", "backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""Reads a run directory at any time of the run.
+"""Reads a run directory at any time, also while the run writes it.
 
-Any file may be missing, and a last line may be half written. A run that is resumed cuts its files back.
+Any file may be missing, and the last line of a file may be incomplete. A run that is resumed truncates its files.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from enginehouse_rl.runs.record import seconds_logged
 T = TypeVar("T")
 
 ERROR_LINES = 12
-"""Lines from the end of `error.txt` that a page shows, after its first two."""
+"""Number of last lines of `error.txt` that a page shows, besides its first two."""
 SECRET = re.compile(r"(^|\.)env(\.|=)")
-"""Matches keys of environment variables of an engine's processes, whose values are shown nowhere."""
+"""Matches keys of environment variables of an engine's processes, whose values are never shown."""
 HIDDEN = "(not shown)"
 
 
 class GrowingLines:
-    """Reads a file of one JSON object a line as it grows; `rows` has all rows up to now."""
+    """Reads a growing JSONL file; `rows` has all rows so far."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -48,7 +48,7 @@ class GrowingLines:
         self._inode, self._end = 0, 0
 
     def refresh(self) -> bool:
-        """Read new lines. Return True if the file was replaced or cut, so that all its rows are new."""
+        """Read new lines. Return True if the file was replaced or truncated, so that all rows were read again."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -68,7 +68,7 @@ class GrowingLines:
 
 
 class RunFiles:
-    """The files of a run directory except its samples and its timeline."""
+    """The files of a run directory, except its samples and its timeline."""
 
     def __init__(self, path: Path):
         self.path = path.absolute()
@@ -77,14 +77,14 @@ class RunFiles:
         self.alarms = GrowingLines(self.path / "alarms.jsonl")
 
     def refresh(self) -> bool:
-        """Read new lines. Return True if a file was cut back, so that earlier rows are void."""
+        """Read new lines. Return True if a file was truncated, so that earlier rows are invalid."""
         cut_back = [lines.refresh() for lines in (self.metrics, self.validations, self.alarms)]
         return any(cut_back)
 
     def part(self, metrics: int = 0, validations: int = 0, *, show_host: bool = True) -> dict[str, Any]:
-        """Return the run's facts for a page, and its rows from the given indices on.
+        """Return the data of the run for a page, with its rows from the given indices on.
 
-        `show_host=False` leaves out the host's name and the absolute path: a page may be sent to somebody.
+        `show_host=False` omits the host's name and the absolute path, because users share pages.
         """
         record = read_record(self.path)
         config, changed, problem = self.config()
@@ -109,7 +109,7 @@ class RunFiles:
         }
 
     def config(self) -> tuple[dict[str, Any], list[str], str]:
-        """Return the config by dotted keys, the keys that differ from their defaults, and the problem of the file."""
+        """Return the config by dotted keys, the keys that differ from defaults, and a problem in reading it."""
         try:
             config = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
         except FileNotFoundError:
@@ -124,7 +124,7 @@ def read_run(path: Path) -> RunFiles:
     """Read a run's files.
 
     Raises:
-        UserError: there is no run.
+        UserError: the path is no run directory.
     """
     check_run(path)
     run = RunFiles(path)
@@ -144,12 +144,11 @@ def check_run(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Return True for a run directory."""
     return (path / RUN_MARKER).is_file()
 
 
 def near_runs(path: Path) -> str:
-    """Describe the runs in, beside and near a path."""
+    """Describe the runs in and near a path."""
     above = next((parent for parent in path.absolute().parents if parent.is_dir()), Path.cwd())
     places = dict.fromkeys([path, above, *([Path("runs")] if Path("runs").is_dir() else [])])
     runs = [run.parent for place in places for depth in ("*", "*/*") for run in place.glob(f"{depth}/{RUN_MARKER}")]
@@ -204,13 +203,13 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
     status = _text(record.get("status")) or "unknown"
     if status == "running" and run_lock.find_holder(path) is None:
         if record.get("host") == socket.gethostname():
-            return "killed", "its process is gone, and wrote no end"
-        return status, "as it was copied or seen from another machine: it may have ended"
+            return "killed", "its process ended without recording an end"
+        return status, "seen from another machine or in a copy; it may have ended"
     return status, ""
 
 
 def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the run's duration up to now with all its earlier processes; None if its last has no start."""
+    """Return the duration so far of all processes of the run, or None if the start of the last one is unknown."""
     last = record.get("seconds")
     if not isinstance(last, (int, float)):
         try:
@@ -222,7 +221,7 @@ def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 
 def _kind(record: Mapping[str, Any]) -> str:
-    """Return the command that made the run: `train`, `sft`, `eval`, ..."""
+    """Return the command that started the run: `train`, `sft`, `eval`, ..."""
     words = map(str, _coerce(list, record.get("command"))[1:])
     return next((word for word in words if not word.startswith("-")), "")
 
@@ -252,7 +251,7 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 
 
 def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each role, its backend with version, ranks and device."""
+    """Return the backend, its version, the ranks and the device of each role."""
     engines = []
     for role, processes in _coerce(dict, record.get("roles")).items():
         ranks = [rank for rank in _coerce(list, processes) if isinstance(rank, dict)]
@@ -269,7 +268,7 @@ def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def versions(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of Python and packages that a run recorded."""
+    """Return the versions of Python and of the packages that a run recorded."""
     packages = _coerce(dict, record.get("versions"))
     return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in packages.items()}}
 
@@ -292,7 +291,7 @@ def _error_lines(path: Path) -> str:
 
 
 def _coerce(kind: type[T], value: Any) -> T:
-    """Return a value if it is of a kind, else an empty one: a damaged record may hold anything."""
+    """Return a value if it has this type, else an empty value. A damaged record may contain anything."""
     return value if isinstance(value, kind) else kind()
 
 
@@ -301,7 +300,7 @@ def _text(value: Any) -> str:
 
 
 def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a config by dotted keys, with lists as texts and possible secrets hidden."""
+    """Return a config by dotted keys, with lists as texts. Possible secrets are hidden."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{above}{name}"
@@ -315,19 +314,19 @@ def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def describe_metrics(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the unit and the meaning of each metric that `enginehouse_rl.metrics` knows."""
+    """Return the unit and the description of each metric that `enginehouse_rl.metrics` knows."""
     known = {name: find_metric(name) for name in names}
     return {name: [metric.unit, metric.about] for name, metric in known.items() if metric is not None}
 
 
 def _relative_directory(config: Mapping[str, Any]) -> str:
-    """Return the run directory as the config names it, or an empty text if that is an absolute path."""
+    """Return the run directory as in the config, or an empty text if that is an absolute path."""
     directory = _text(config.get("run.directory"))
     return "" if Path(directory).is_absolute() else directory
 
 
 def find_changed(config: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys of a config that differ from their defaults. All keys if no schema accepts the config."""
+    """Return the dotted keys that differ from their defaults. If no schema accepts the config, return all keys."""
     for schema in SCHEMAS.values():
         with contextlib.suppress(ValueError):
             return list(flatten(schema.model_validate(config).model_dump(exclude_defaults=True)))
@@ -335,7 +334,7 @@ def find_changed(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_differences(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
-    """Return the entries of `config` or `versions` that differ between runs; None stands for a missing entry."""
+    """Return the entries of `config` or `versions` that differ between runs. None stands for a missing entry."""
     keys = sorted({key for part in parts for key in part[name]})
     by_key = {key: [part[name].get(key) for part in parts] for key in keys}
     return {key: values for key, values in by_key.items() if any(value != values[0] for value in values)}

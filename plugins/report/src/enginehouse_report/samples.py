@@ -1,4 +1,4 @@
-"""Reads a run's samples for a page: a table with a line a row, and some whole rows with their tokens."""
+"""Reads a run's samples for a page: a table of all rows, and some whole rows with their tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from enginehouse_report.columns import number, round_significant
 NAME = re.compile(r"(step|validation)-(\d{1,9})\.jsonl")
 KINDS = ("step", "validation")
 MOST_ROWS = 100_000
-"""Most rows of the table; if there are more, those of the newest files."""
+"""Maximum number of rows of the table. The newest files are read first."""
 PROMPT_HEAD, PROMPT_TAIL, RESPONSE_HEAD = 40, 80, 160
-"""Characters of a prompt's beginning and end (all chats begin alike), and of a response's beginning."""
+"""Number of characters of a prompt's beginning and end, since all chats begin alike, and of a response's beginning."""
 TOKEN_DIGITS = 4
 BEST_AND_WORST = 4
-"""Number of the best and of the worst rows of each file that come before all others."""
+"""Number of the best and of the worst rows of each file that are ranked before all others."""
 PER_TOKEN = ("mask", "logprob", "advantage", "version")
 
 _BY_TOKEN = b', "by_token": {'
@@ -30,7 +30,7 @@ _NUMBERS = {"tokens": "tokens", "episode": "episode", "segment": "segment", "gro
 
 
 class RowPosition(NamedTuple):
-    """The place of a row in its file, in bytes."""
+    """The position of a row in its file, in bytes."""
 
     file: Path
     offset: int
@@ -38,7 +38,7 @@ class RowPosition(NamedTuple):
 
 
 class SampleTable:
-    """The rows of a run's `samples/`, as a table shows them."""
+    """The table of the rows in a run's `samples/`."""
 
     def __init__(self) -> None:
         # by name the values, None where a row has none: `kind` (an index of `KINDS`), `step`, `line`, `reward`, ...
@@ -84,15 +84,15 @@ class SampleTable:
 
 
 def sample_files(directory: Path) -> list[Path]:
-    """Return the files of a run's samples, by step."""
+    """Return the files of a run's samples, sorted by step."""
     paths = [(match, path) for path in (directory / "samples").glob("*.jsonl") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(paths, key=lambda item: (int(item[0][2]), item[0][1]))]
 
 
 def read_samples(directory: Path, seconds: float | None = None, most: int = MOST_ROWS) -> SampleTable:
-    """Read the table of a run directory, the newest files first, for `seconds` and up to `most` rows.
+    """Read the table of a run directory, the newest files first, until `seconds` or `most` rows are exceeded.
 
-    The newest file is read in any case; `unread` names the files without time or room.
+    The newest file is always read. `unread` names the files that were not read.
     """
     table, until = SampleTable(), None if seconds is None else time.monotonic() + seconds
     files = sample_files(directory)
@@ -107,8 +107,7 @@ def read_samples(directory: Path, seconds: float | None = None, most: int = MOST
 
 
 def rank_rows(table: SampleTable) -> list[int]:
-    """Order rows by the worth of their tokens on a page: the best and the worst of each file, the newest file first;
-    then all others."""
+    """Rank rows for a page: the best and the worst of each file, the newest file first, then all others."""
     rewards = table.columns.get("reward", [])
     first, then = [], []
     for _, group in itertools.groupby(range(len(table.places)), key=lambda index: table.places[index].file):
@@ -120,7 +119,7 @@ def rank_rows(table: SampleTable) -> list[int]:
 
 
 def whole_row(place: RowPosition) -> dict[str, Any] | None:
-    """Return a row with its tokens' figures checked and rounded, or None if it is gone."""
+    """Return a row with the values of its tokens checked and rounded, or None if the file no longer has it."""
     try:
         with place.file.open("rb") as file:
             file.seek(place.offset)
@@ -134,7 +133,7 @@ def whole_row(place: RowPosition) -> dict[str, Any] | None:
 
 
 def read_tokens(by_token: Any) -> dict[str, list[Any]] | None:
-    """Return the complete columns of a row's tokens for a page, or None without tokens."""
+    """Return the complete columns of a row's tokens, or None if the row has none."""
     texts = by_token.get("text") if isinstance(by_token, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         return None
@@ -148,10 +147,10 @@ def read_tokens(by_token: Any) -> dict[str, list[Any]] | None:
 
 
 def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
-    """Read a line's row without parsing the figures of its tokens, which are most of a line.
+    """Read a line's row without parsing the values of its tokens, which are most of the line.
 
-    JSON escapes quotes in strings, so `_BY_TOKEN` matches only the key. A wrong cut leaves invalid JSON; then the whole
-    line is parsed.
+    JSON escapes quotes in strings, so `_BY_TOKEN` matches only the key. If the cut is wrong, the JSON is invalid, and
+    the whole line is parsed.
     """
     head, key, body = line.partition(_BY_TOKEN)
     _, more, tail = body.rpartition(_BEHIND)
@@ -202,7 +201,7 @@ def _prompt_head(text: str) -> str:
 
 
 def whole_rows(table: SampleTable) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the whole rows of a table in the order of `rank_rows`, without those that are gone."""
+    """Yield whole rows of a table in the order of `rank_rows`, except those that no longer exist."""
     for index in rank_rows(table):
         if (row := whole_row(table.places[index])) is not None:
             yield index, row

@@ -1,7 +1,7 @@
-"""The server of `enginehouse watch`, which shows the growing page of one run to this machine only.
+"""The server of `enginehouse watch`, which shows the growing page of a run only to users of this machine.
 
-It listens on the loopback address. A request needs the token of the address and a name of this machine as host, which
-another page in the same browser has not. No part of a request becomes a path.
+It listens on the loopback address. A request needs the token in the address, and a host name of this machine; another
+page in the same browser has neither. The server never makes a file path from a part of a request.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from enginehouse_rl.runs.jsonlines import encode_row
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Host names that requests may have, with any port, since a tunnel has its own. Another name belongs to somebody's page
-whose name points to this machine."""
+"""Host names that requests may have, with any port because a tunnel has its own. Another host name belongs to a foreign
+page that redirects its own name to this machine."""
 READ_SECONDS = 1.0
-"""Longest time to read samples for one reply; the next one continues."""
+"""Time limit for reading samples for one reply. The next reply continues."""
 COMPRESSED_BYTES = 4096
-"""Least size of replies that are compressed, for the sake of tunnels."""
+"""Minimum size of replies that are compressed, which helps over a tunnel."""
 
 Reply = tuple[HTTPStatus, str, str]
 """A status, a content type, and a text."""
 
 
 class LiveRun:
-    """Reads a run directory, which need not exist yet, as it grows, for any number of pages."""
+    """Reads a growing run directory for any number of pages. The directory need not exist yet."""
 
     def __init__(self, path: Path):
         self._files = RunFiles(path)
@@ -55,14 +55,14 @@ class LiveRun:
         self._stamps: dict[Path, tuple[int, int, int]] = {}
 
     def news(self, cursors: Mapping[str, int]) -> dict[str, Any]:
-        """Return what a page lacks.
+        """Return the data that a page does not have yet.
 
         Args:
-            cursors: `next` of the previous reply; empty at first.
+            cursors: `next` of the previous reply; empty for the first.
 
         Returns:
-            `part` and `samples` as in a report, without the rows the page has; `whole`: True if these are all rows,
-            because the page's rows are void; and `next`.
+            `part` and `samples` as in a report, without the rows that the page has; `whole`: True if the page must
+            discard its rows, because these are all; and `next`.
         """
         with self._lock:
             self._refresh()
@@ -82,7 +82,7 @@ class LiveRun:
             }
 
     def sample(self, file: str, line: int) -> dict[str, Any] | None:
-        """Return the whole row of a file of samples by the number of its line, or None."""
+        """Return the whole row by its file of samples and its line number, or None if there is none."""
         with self._lock:
             lines = self._samples.columns.get("line", ())
             places = (place for at, place in zip(lines, self._samples.places) if at == line and place.file.name == file)
@@ -90,11 +90,11 @@ class LiveRun:
         return None if place is None else whole_row(place)
 
     def timeline(self) -> dict[str, Any]:
-        """Return the timeline up to now, as `read_timeline`."""
+        """Return the timeline so far, as `read_timeline` does."""
         return read_timeline(self._files.path / "timeline.json")
 
     def _refresh(self) -> None:
-        """Read what is new. Read all again if another process writes the run, or anything was cut back."""
+        """Read new data. Read all data again if another process continues the run, or a file was truncated."""
         record = read_record(self._files.path)
         cut_back, process = False, (record.get("started"), record.get("pid"))
         if record and process != self._process:
@@ -114,7 +114,7 @@ class LiveRun:
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Return values that differ if the file is replaced."""
+    """Return values that change when the file is replaced."""
     try:
         stat = file.stat()
     except OSError:
@@ -123,7 +123,7 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 
 class RunServer(ThreadingHTTPServer):
-    """Serves the page of one run at `url`, which includes the token. Port 0 is a free one."""
+    """Serves the page of a run at `url`, which includes the token. With port 0 it listens at a free port."""
 
     daemon_threads = True
 
@@ -135,7 +135,7 @@ class RunServer(ThreadingHTTPServer):
         self.page = page(run.name or str(run), {}, live=f"/{self.token}/")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that closed the connection."""
+        """Ignore errors of a browser that closed the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -146,7 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Reply to a request."""
         try:
             reply = self._reply_to(urlsplit(self.path))
         except (ValueError, OSError) as error:
@@ -200,11 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because requests come every two seconds."""
+        """Log nothing, because the page sends a request every two seconds."""
 
 
 def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
-    """Serve a run until Ctrl-C, at a free port if `port` is 0. Call `ready` with the address.
+    """Serve a run until Ctrl-C; port 0 is any free port. Call `ready` with the address.
 
     Raises:
         UserError: the port cannot be used.

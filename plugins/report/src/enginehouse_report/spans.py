@@ -1,4 +1,4 @@
-"""Selects the part of a run's timeline that a page draws: whole steps, first those at its ends and the slowest."""
+"""Selects the part of a run's timeline that a page shows, in whole steps: first, last and slowest steps come first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from enginehouse_report.columns import number
 from enginehouse_rl.runs.timeline import read_events
 
 MOST_SPANS = 20_000
-"""Most spans of a page."""
+"""Maximum number of spans of a page."""
 FIRST, LAST, SLOWEST = 2, 4, 3
-"""Number of the first, the last and the slowest steps that come before all others."""
+"""Number of the first, of the last and of the slowest steps that are ranked before all others."""
 
 
 LANE = re.compile(r"(?<!^episodes) \(\d+\)$")
-"""Matches the end of a name such as `rollout (2)`, whose spans overlap those of `rollout`. The page shows one track."""
+"""Matches the end of a name such as `rollout (2)`, whose spans overlap those of `rollout`. They share a track."""
 
 
 class Window(NamedTuple):
-    """A step on the timeline with the time since the previous step, in microseconds. Step 0 is the start."""
+    """A step on the timeline with the time since the previous step, in microseconds. Step 0 is the start of the run."""
 
     step: int
     begin: float
@@ -35,13 +35,13 @@ def read_timeline(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
     """Return the spans of as many whole steps as fit.
 
     Args:
-        path: `timeline.json`; it may be missing or cut off.
-        most: most spans.
+        path: `timeline.json`, which may be missing or truncated.
+        most: maximum number of spans.
 
     Returns:
-        `tracks` and `names`: texts. `steps`: `[step, begin, end]` each, in milliseconds. `columns` of the spans:
-        `track` and `name`, indices of these; `begin` and `length` in milliseconds; and `details`. `of_steps` and
-        `of_spans`: numbers in the file.
+        `tracks` and `names`: texts. `steps`: a list of `[step, begin, end]` in milliseconds. `columns` of the spans:
+        `track` and `name`, indices into `tracks` and `names`; `begin` and `length` in milliseconds; and `details`.
+        `of_steps` and `of_spans`: numbers of steps and spans in the file.
     """
     events = read_events(path) if path.is_file() else []
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
@@ -69,7 +69,7 @@ def read_timeline(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
 
 
 def _windows(spans: Sequence[dict[str, Any]]) -> list[Window]:
-    """Return contiguous windows, one a step; without steps, one window of everything."""
+    """Return contiguous windows, one per step. Without steps, return one window with everything."""
     windows: list[Window] = []
     before = 0.0
     for event in spans:
@@ -84,7 +84,7 @@ def _windows(spans: Sequence[dict[str, Any]]) -> list[Window]:
 
 
 def _rank_windows(windows: Sequence[Window]) -> list[int]:
-    """Return indices of windows, the most interesting first, the others from the newest back."""
+    """Return the indices of windows: the most interesting first, then the others from newest to oldest."""
     places = range(len(windows))
     slowest = heapq.nlargest(SLOWEST, places, key=lambda place: windows[place].end - windows[place].begin)
     return list(dict.fromkeys([*places[:FIRST], *reversed(places[-LAST:]), *slowest, *reversed(places)]))

@@ -1,1 +1,1 @@
-"""Functions of the user that judge what a model wrote, in processes of their own."""
+"""Runs the user's functions that score responses, in separate processes."""

@@ -1,6 +1,6 @@
 """Batches of rows: the rows that wait, the rows that failed, and the consequences for the batch.
 
-Knows no process. Only the pool's thread calls it, except for `ScoringBatch.submit`.
+This module knows nothing about processes. Only the pool's thread calls it, except for `ScoringBatch.submit`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from enginehouse.errors import EnginehouseError
 from enginehouse_rewards.program import Failure, RowScore, shorten
 
 OnError = Literal["fail", "zero", "leave_out"]
-"""Consequence of a row without a score."""
+"""The consequence of a row without a score."""
 LEAST_FAILURES = 3
-"""Fewest rows without a score that can speak against the reward, unless none may fail."""
+"""Minimum number of rows without a score that can show the reward itself to be at fault, unless none may fail."""
 
 
 class RewardError(EnginehouseError):
-    """A reward that raised, returned something else than a finite number, ran out of time, or took its process down."""
+    """A reward raised an error, returned no finite number, ran out of time, or killed its process."""
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Consequences of rows without a score. `label` is the reward in errors; the rest are arguments of `RewardPool`."""
+    """The consequences of rows without a score: arguments of `RewardPool`, and the reward's name in errors, `label`."""
 
     label: str
     timeout_seconds: float
@@ -39,7 +39,7 @@ class FailurePolicy:
 
 
 class RowGroup:
-    """Rows that were submitted together; `future` has their scores, in order."""
+    """Rows that were submitted together. `future` has their scores, in order."""
 
     def __init__(self, batch: ScoringBatch, rows: Sequence[Mapping[str, Any]]):
         self.batch = batch
@@ -55,8 +55,6 @@ class RowGroup:
 
 @dataclass(eq=False, slots=True)
 class PendingRow:
-    """A row of a group."""
-
     group: RowGroup
     place: int  # in the group
     values: Mapping[str, Any]
@@ -75,7 +73,7 @@ class PendingRow:
 
 
 class ScoringBatch:
-    """Rows whose failures are counted together. `RewardPool.batch` makes one; its errors touch no other batch."""
+    """Rows whose failures are counted together (`RewardPool.batch`). Errors do not affect other batches."""
 
     def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Sequence[RowGroup], bool], None]):
         self.rows = expected_rows  # or the number that have come, if that is more
@@ -94,13 +92,13 @@ class ScoringBatch:
         """Submit rows, from any thread.
 
         Returns:
-            A future of their scores, in order; it raises as `RewardPool.score`. If it is cancelled, rows that no
-            process has yet are not scored.
+            A future of their scores, in order. It raises like `RewardPool.score`. If it is cancelled, rows that no
+            process has received yet are not scored.
         """
         return self.submit_all([rows])[0]
 
     def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[RowScore]]]:
-        """Submit several groups, and wake the pool once for all."""
+        """Submit several groups, and wake the pool once for all of them."""
         submitted = [RowGroup(self, rows) for rows in groups]
         self._put(submitted, False)
         for group in submitted:
@@ -112,7 +110,7 @@ class ScoringBatch:
             self._put([group], True)
 
     def add(self, group: RowGroup) -> None:
-        """Take in a group that was submitted."""
+        """Add a group that was submitted."""
         for row in group.rows:
             row.number, self._submitted = self._submitted, self._submitted + 1
         self.rows = max(self.rows, self._submitted)
@@ -124,14 +122,14 @@ class ScoringBatch:
             self._settle(group)
 
     def drop(self, group: RowGroup) -> None:
-        """Forget a group that was cancelled."""
+        """Remove a group that was cancelled."""
         if group in self.groups:
             self._settle(group)
         self.waiting = collections.deque(row for row in self.waiting if row.is_wanted)
         self.alone = collections.deque(row for row in self.alone if row.is_wanted)
 
     def take(self, most: int) -> list[PendingRow]:
-        """Return the next rows to hand out, and count them as no longer waiting."""
+        """Return the next rows to hand out, and stop counting them as waiting."""
         if self.alone:
             return [self.alone.popleft()]
         return [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
@@ -146,7 +144,7 @@ class ScoringBatch:
             self.until = min(self.until, time.monotonic() + self._policy.timeout_seconds)
 
     def score(self, row: PendingRow, score: RowScore) -> None:
-        """Set a row's score. Settle its group if it was the last, unless a failure is about to end the batch."""
+        """Set a row's score. Settle its group if it is complete, unless a failure is about to end the batch."""
         group = row.group
         group.scores[row.place] = score
         if group.complete and self.error is None and not self._ends_run(group.failed):
@@ -155,8 +153,8 @@ class ScoringBatch:
     def verdict(self) -> Exception | None:
         """Return the error that ends the batch now, or None.
 
-        After a failure that ends the run, rows are scored for one more deadline: the cure depends on whether one row
-        fails or many do.
+        After a failure that ends the run, rows are scored for the time of one more deadline. The advice in the message
+        depends on whether one row fails or many do.
         """
         if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)
@@ -165,7 +163,7 @@ class ScoringBatch:
         return self.error
 
     def end(self, error: Exception) -> None:
-        """Raise an error where scores are waited for, and score no more rows."""
+        """Raise an error for all who wait for scores, and score no more rows."""
         self.error = error
         self.waiting.clear()
         self.alone.clear()
@@ -185,12 +183,12 @@ class ScoringBatch:
         return failed and self._policy.on_error == "fail"
 
     def _has_too_many(self, rows: int) -> bool:
-        """True if more of `rows` rows failed than single rows can explain."""
+        """True if more of `rows` rows failed than faulty single rows can explain."""
         failed, fraction = len(self.failures), self._policy.max_failures
         return failed > fraction * rows and (failed >= LEAST_FAILURES or fraction == 0)
 
     def _make_error(self) -> RewardError:
-        """Return the error of a batch with failures, which blames single rows or, if they are many, the reward."""
+        """Return the error of a batch with failures. It blames single rows or, if there are many, the reward."""
         (row, failure), failed = self.failures[0], len(self.failures)
         tried = self._submitted - len(self.waiting) - len(self.alone)
         line, details = failure_line(row, failure), failure_details(row, failure)
@@ -206,14 +204,14 @@ class ScoringBatch:
 
 
 def put_back(rows: Iterable[PendingRow]) -> None:
-    """Queue rows again, in order and before all others."""
+    """Queue rows again, in order and before all other rows."""
     for row in reversed(list(rows)):
         if row.is_wanted:
             row.batch.waiting.appendleft(row)
 
 
 def put_alone(rows: Iterable[PendingRow]) -> None:
-    """Queue rows again, so that each is handed out by itself."""
+    """Queue rows again, so that each row is handed out alone."""
     for row in rows:
         if row.is_wanted:
             row.alone = True
@@ -221,7 +219,6 @@ def put_alone(rows: Iterable[PendingRow]) -> None:
 
 
 def failure_line(row: PendingRow, failure: Failure) -> str:
-    """Return a failure in one line."""
     return f"sample {row.number} of {row.batch.rows} {failure.what}"
 
 
@@ -233,5 +230,4 @@ def failure_details(row: PendingRow, failure: Failure) -> str:
 
 
 def printed_block(output: str) -> str:
-    """Return printed output as indented lines, with a heading."""
     return "\n  printed:\n" + textwrap.indent(output, "    ") if output else ""

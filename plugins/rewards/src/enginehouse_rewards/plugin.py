@@ -1,4 +1,4 @@
-"""The built-in rewards."""
+"""Registers the built-in rewards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reward functions, run in a pool of processes with a deadline for each response.
+"""Runs reward functions in a pool of processes, with a time limit for each response.
 
-A reward is the user's own code: it may hang, crash or exit. In a process of its own that costs a row and not the run. A
-thread of the pool hands rows out as they come and takes scores in; only this thread touches processes and batches.
+A reward is the user's own code, which may hang, crash or exit. In a separate process, that costs a row and not the run.
+A thread of the pool hands out rows and collects scores. Only this thread touches processes and batches.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ LOOK_SECONDS = 0.1
 """Interval at which silent processes are checked."""
 
 WAKE_BYTES = 4096
-"""Most wake-up calls of submitters that are answered at once."""
+"""Maximum number of wake-up calls that are read at once."""
 
 
 class RewardPool:
     """Scores rows with one function in `processes` processes.
 
     Args:
-        function: `"module:function"`. It gets, by name, the row's values that it takes, and `arguments`;
-            docs/rewards.md describes what it may return.
+        function: `"module:function"`. It gets the row's values that it takes, by name, and `arguments`; docs/rewards.md
+            describes what it may return.
         arguments: further keyword arguments of every call.
         name: name of the reward in messages, if it is one of several.
         processes: number of processes.
-        timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
-        concurrency: rows that a process of an `async` reward works on at once.
-        on_error: `"fail"` raises for a row without a score, `"zero"` scores it 0; `"leave_out"` scores it 0 too, and
-            the caller leaves it out.
-        max_failures: fraction of a batch's rows that may lack a score. If more do, and at least `LEAST_FAILURES` or the
-            fraction is 0, the reward counts as broken and the batch raises, whatever `on_error` says.
-        python_path: directories to import the function from.
+        timeout_seconds: time limit for one row, or for one call of a batched reward; then the process is killed.
+        concurrency: number of rows that a process of an `async` reward scores at the same time.
+        on_error: `"fail"` raises an error for a row without a score; `"zero"` scores it 0; `"leave_out"` scores it 0
+            too, and the caller leaves it out.
+        max_failures: largest fraction of a batch's rows without a score. If it is exceeded, by at least
+            `LEAST_FAILURES` rows unless it is 0, the reward counts as broken, and the batch raises an error whatever
+            `on_error` says.
+        python_path: directories from which the function is imported.
         record: file for the first failure that does not end the run.
-        may_abstain: accept None from the function: another reward judges the row.
+        may_abstain: accept None from the function, because another reward scores the row.
     """
 
     def __init__(
@@ -81,21 +82,21 @@ class RewardPool:
         self._thread.start()
 
     def batch(self, expected_rows: int) -> ScoringBatch:
-        """Return a batch to submit rows to as they come, from any thread. Several batches may be open at once.
+        """Return a batch to which rows are submitted as they come, from any thread. Several batches may be open at
+        once.
 
-        Args:
-            expected_rows: number of rows to come; `max_failures` is a fraction of it.
+        `expected_rows` is the number of rows to come; `max_failures` is a fraction of it.
         """
         return ScoringBatch(expected_rows, self._policy, self._put)
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> list[RowScore]:
-        """Score rows, in order, as a batch of their own.
+        """Score rows, in order, as a separate batch.
 
         Raises:
             RewardError: a row has no score and `on_error` is `"fail"`; the message names the row and shows the
-                function's traceback and output. Under any policy: more rows than `max_failures` allows have none, the
-                function cannot be imported in a process of the pool, rows time out one after another, or the pool was
-                closed.
+                function's traceback and output. With any `on_error`: more rows have no score than `max_failures`
+                allows, the function cannot be imported in a process of the pool, one row after another times out, or
+                the pool was closed.
             ClusterLost: Ray's control service is gone.
         """
         future = self.batch(len(rows)).submit(rows)
@@ -105,7 +106,7 @@ class RewardPool:
             future.cancel()  # if the wait is interrupted
 
     def close(self) -> None:
-        """End the processes and what they started, busy or not; takes little more than `CLOSE_SECONDS`."""
+        """End the processes and everything that they started, even if busy; takes little more than `CLOSE_SECONDS`."""
         with self._lock:
             self._closed = True
         self._wake()
@@ -156,7 +157,7 @@ class RewardPool:
             self._workers.check_idle()
 
     def _turn(self) -> None:
-        """Hand rows out, and take in what comes within `LOOK_SECONDS`."""
+        """Hand out rows, and process the results that arrive within `LOOK_SECONDS`."""
         self._workers.start_missing()
         self._workers.hand_out(self._batches)
         for process in self._wait():
@@ -181,14 +182,14 @@ class RewardPool:
                 self._batches.append(batch)
 
     def _end(self, batches: Iterable[ScoringBatch], error: Exception) -> None:
-        """End batches, and the processes that work for nobody any more."""
+        """End batches, and the processes whose rows nobody waits for any more."""
         for batch in batches:
             batch.end(error)
             self._batches.remove(batch)
         self._workers.end_unwanted()
 
     def _wait(self) -> list[RewardProcess]:
-        """Return the processes that sent something or ended."""
+        """Wait at most `LOOK_SECONDS`, and return the processes that sent something or ended."""
         with selectors.PollSelector() as selector:  # cheaper to make than one of epoll
             selector.register(self._awake, selectors.EVENT_READ)
             for process in self._workers.processes:

@@ -1,7 +1,8 @@
-"""A process of the reward pool, as the run sees it. Rows go in, results come out, and nothing waits without a limit.
+"""A process of the reward pool, as the run sees it. Rows go in, results come out, and every wait has a limit.
 
-Each process has its own line to the run. It can die, stop or hang without touching another, and the run knows which
-rows it had. Processes that it starts have its mark in their environment and end with it.
+Each process has its own socket to the run. It can die, stop or hang without affecting another process, and the run
+knows which rows it had. Processes that it starts inherit its mark in their environment, by which they are killed with
+it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from enginehouse_rewards.program import (
 )
 
 START_SECONDS = 300.0
-"""Longest time a process may take to import the function."""
+"""Time limit for a process to import the function."""
 
 GRACE_SECONDS = 2.0
-"""Extra time of a process of an `async` reward, which itself enforces the deadline of rows, before it is ended."""
+"""Extra time before a process of an `async` reward is killed; such a process enforces the time limit of rows itself."""
 
 OUTPUT_LIMIT = 2**20
-"""Most bytes of a row's output; longer output is discarded, and counting starts again."""
+"""Maximum number of bytes of a row's output. Longer output is discarded, and counting starts again."""
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse_rewards.program import main; main({line}, {at_work})"
 
 
 class RewardProcess:
-    """Starts a process, which is ready once `style` is set. Its unique `mark` begins with the pool's."""
+    """Starts a process, which is ready once `style` is set. Its unique `mark` begins with the pool's mark."""
 
     def __init__(self, setup: SetUp, mark: str):
         self.mark = mark
@@ -83,12 +84,12 @@ class RewardProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or minus the number of the signal that ended it; None while it runs."""
+        """Exit code, or minus the number of the signal that killed it; None while it runs."""
         return self._process.poll()
 
     @property
     def begun(self) -> int:
-        """Number of the row begun last, if rows are scored one by one; -1 before the first."""
+        """Number of the row that was begun last, if rows are scored one by one; -1 before the first."""
         number: int = AT_WORK.unpack_from(self._begun)[0]
         return number
 
@@ -99,12 +100,12 @@ class RewardProcess:
 
     @property
     def spent(self) -> bool:
-        """True if threads left by late rows may soon hold up other rows."""
+        """True if threads left behind by late rows may soon delay other rows."""
         return 4 * self._late >= self._concurrency
 
     @property
     def deadline(self) -> float | None:
-        """Time by `time.monotonic()` at which the process is late; None while it has nothing to do."""
+        """`time.monotonic()` at which the process is late; None while it has nothing to do."""
         if self.style is None:
             return self._since + START_SECONDS
         if not self.outstanding:
@@ -123,7 +124,7 @@ class RewardProcess:
         return False
 
     def hand_over(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Send rows, by their numbers, to be scored."""
+        """Send rows, by their numbers, for scoring."""
         message = frame(RowsToScore(list(rows), list(rows.values())))
         now = time.monotonic()
         if not self.outstanding:
@@ -133,7 +134,7 @@ class RewardProcess:
         self.send()
 
     def send(self) -> None:
-        """Send as many of the waiting bytes as the line takes."""
+        """Send as many of the waiting bytes as the socket accepts."""
         with suppress(BlockingIOError, ConnectionError):
             while self._outgoing:
                 del self._outgoing[: self.line.send(self._outgoing)]
@@ -165,7 +166,7 @@ class RewardProcess:
         return None if closed and not messages else messages
 
     def output(self) -> str:
-        """Return the end of the output since the row at work began."""
+        """Return the last output since the current row began."""
         return read_tail(self._output.fileno())
 
     def bound_output(self) -> None:
@@ -174,7 +175,7 @@ class RewardProcess:
             os.ftruncate(self._output.fileno(), 0)
 
     def end(self) -> None:
-        """Kill the process and all it started."""
+        """Kill the process and everything that it started."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
@@ -182,12 +183,12 @@ class RewardProcess:
         kill_marked(self.mark)
 
     def ask_to_end(self) -> None:
-        """Close the line, upon which the process ends by itself if its function lets it."""
+        """Close the socket. The process then ends by itself if its function lets it."""
         with suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)
 
     def wait(self, until: float) -> None:
-        """Wait for the end of the process; kill it at `until`, by `time.monotonic()`."""
+        """Wait for the end of the process; kill it when `time.monotonic()` is `until`."""
         try:
             self._process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
@@ -196,7 +197,7 @@ class RewardProcess:
                 self._process.wait(GRACE_SECONDS)
 
     def close(self) -> None:
-        """Close the files held open for the process."""
+        """Close the files that were open for the process."""
         self.line.close()
         self._output.close()
         self._begun.close()

@@ -1,4 +1,4 @@
-"""The processes of a reward pool and the rows that each works on. Only the pool's thread calls them."""
+"""The processes of a reward pool, and the rows that each one scores. Only the pool's thread calls this module."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from enginehouse_rewards.program import (
 log = logging.getLogger(__name__)
 
 SPAN_SECONDS = 0.05
-"""A process gets cheap rows in spans of about this duration, so that a hand-over is paid once a span."""
+"""Cheap rows are handed to a process in portions of about this duration, so that each message carries many rows."""
 
 FAILED_STARTS = 3
-"""Most processes that may end one after another before one is ready."""
+"""Number of processes that may end in a row before one is ready."""
 
 TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
-"""Consecutive timeouts per process after which the reward counts as hanging on every row: before any row got a score;
-and later, or where all rows may go without a score."""
+"""Consecutive timeouts per process after which the reward counts as hanging on every row. The first number applies
+before any row got a score; the second applies later, or if all rows may go without a score."""
 
 _CONSEQUENCES = {
     "zero": "scored 0 (reward.on_error=zero) and counted (reward/failures)",
@@ -54,10 +54,10 @@ _CONSEQUENCES = {
 
 
 class RewardProcesses:
-    """Hands rows to processes and finds out which row is to blame when a process dies, stops or hangs.
+    """Hands rows to processes, and finds out which row is to blame when a process dies, stops or hangs.
 
     An idle process that died or stopped is replaced, and so is a process of an `async` reward after some timeouts. If a
-    busy one dies or stops, it is replaced and its row is tried once more.
+    busy process dies or stops, it is replaced and its row is tried once more.
     """
 
     def __init__(self, setup: SetUp, policy: FailurePolicy, size: int, record: Path | None):
@@ -78,7 +78,7 @@ class RewardProcesses:
         return any(process.sending for process in self.processes)
 
     def start_missing(self) -> None:
-        """Start processes until there are `size`."""
+        """Start processes until there are `size` of them."""
         while len(self.processes) < self._size:
             self._started += 1
             try:
@@ -87,7 +87,7 @@ class RewardProcesses:
                 raise RewardError(f"{self._policy.label}: a process for it cannot be started: {error}") from error
 
     def hand_out(self, batches: Sequence[ScoringBatch]) -> None:
-        """Give each process with room rows of the first batch that has some waiting."""
+        """Hand waiting rows, from the first batch that has any, to each process that can take more."""
         for process in self.processes:
             batch = next((batch for batch in batches if batch.alone or batch.waiting), None)
             if batch is None:
@@ -101,7 +101,7 @@ class RewardProcesses:
                     batch.error = error
 
     def take_in(self, process: RewardProcess) -> None:
-        """Read the messages of a process and settle its rows."""
+        """Read the messages of a process, and settle its rows."""
         messages = process.receive()
         if messages is None:
             self._handle_end(process)
@@ -128,7 +128,7 @@ class RewardProcesses:
                 self._seconds_per_row = seconds if average is None else average + 0.1 * (seconds - average)
 
     def check_busy(self) -> None:
-        """Look for processes that ended silently, are late, or have too many threads left behind."""
+        """Handle processes that ended silently, are late, or have left too many threads behind."""
         for process in list(self.processes):
             process.bound_output()
             if process.exit_code is not None:  # something it started may hold its line open
@@ -141,7 +141,7 @@ class RewardProcesses:
                 self._remove(process)
 
     def check_idle(self) -> None:
-        """Replace processes that ended or were stopped while there was nothing to do."""
+        """Replace processes that ended or were stopped while they had nothing to do."""
         for process in list(self.processes):
             if process.exit_code is not None:
                 self._handle_end(process)
@@ -149,13 +149,13 @@ class RewardProcesses:
                 self._blame(process, Failure("was in a process that was stopped"))
 
     def end_unwanted(self) -> None:
-        """End the processes whose rows nobody waits for any more: they may hang."""
+        """End processes whose rows nobody waits for any more, because they may hang."""
         for process in list(self.processes):
             if process.outstanding and not any(self._at_work[number].is_wanted for number in process.outstanding):
                 self._remove(process)
 
     def close(self) -> None:
-        """End all processes and what they started, within little more than `CLOSE_SECONDS`."""
+        """End all processes and everything that they started, within little more than `CLOSE_SECONDS`."""
         until = time.monotonic() + CLOSE_SECONDS
         for process in self.processes:
             process.ask_to_end()
@@ -166,7 +166,7 @@ class RewardProcesses:
             process.close()
 
     def _count_room(self, process: RewardProcess, batch: ScoringBatch) -> int:
-        """Return how many rows of the batch the process takes now."""
+        """Return how many rows of the batch the process can take now."""
         if process.style is None or process.spent:
             return 0
         has_row_alone = batch.alone or any(self._at_work[number].alone for number in process.outstanding)
@@ -180,7 +180,7 @@ class RewardProcesses:
         return max(1, min(int(span), math.ceil(len(batch.waiting) / self._size)))
 
     def _remove(self, process: RewardProcess) -> list[PendingRow]:
-        """End a process and what it started; return the rows it had."""
+        """Kill a process and everything that it started; return the rows that it had."""
         self.processes.remove(process)
         rows = [self._at_work.pop(number) for number in process.outstanding]
         process.end()
@@ -211,10 +211,8 @@ class RewardProcesses:
                 self._count_timeout(batch, output)
 
     def _blame(self, process: RewardProcess, failure: Failure, retry: bool = True) -> list[PendingRow]:
-        """End a process and find the row that made it end. The row fails if it is sure to be the one.
-
-        With `retry`, a row is tried once more before it fails. Return the rows the process worked on.
-        """
+        """Kill a process and find the row that is to blame. The row fails if it is certain to be the one. With `retry`,
+        a row is tried once more before it fails. Returns the rows that the process was scoring."""
         begun, numbers = process.begun, list(process.outstanding)
         rows = self._remove(process)
         if process.style == "single":  # rows that were scored but not yet reported are scored again
@@ -250,7 +248,6 @@ class RewardProcesses:
             )
 
     def _fail(self, row: PendingRow, failure: Failure) -> None:
-        """Count a row without a score."""
         batch = row.batch
         if not row.is_wanted:
             return
@@ -268,4 +265,6 @@ class RewardProcesses:
                 self._record.write_text(text, encoding="utf-8", errors="replace")
                 pointer = f" {self._record} has its traceback and output."
         consequence = _CONSEQUENCES[self._policy.on_error]
-        log.warning("%s: %s. Such rows are %s; said only once.%s", self._policy.label, line, consequence, pointer)
+        log.warning(
+            "%s: %s. Such rows are %s; this is reported only once.%s", self._policy.label, line, consequence, pointer
+        )

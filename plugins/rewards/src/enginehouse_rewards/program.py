@@ -1,7 +1,7 @@
-"""The program of a pool process: it calls the user's function row by row until the run closes its end of the line.
+"""The program of a pool process. It calls the user's function row by row until the run closes the socket.
 
-Imports only what every reward function needs. Both ends send messages made by `frame`. The run sends a `SetUp` and then
-`RowsToScore`; the process sends a `Ready` or an `Unstartable` and then `RowResults`.
+It imports only what every reward function needs. Both sides send messages made by `frame`. The run sends a `SetUp` and
+then `RowsToScore`. The process sends a `Ready` or an `Unstartable`, and then `RowResults`.
 """
 
 from __future__ import annotations
@@ -29,36 +29,34 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from enginehouse.plugin.records import is_batched, keywords, resolve
 
 MARK = "ENGINEHOUSE_REWARD_PROCESS"
-"""Environment variable of a pool process and of all that a reward starts: its bearers end with the process."""
+"""Environment variable of a pool process and of everything that a reward starts, by which all are found and killed."""
 
 TIMEOUT = "ENGINEHOUSE_REWARD_TIMEOUT_SECONDS"
-"""Environment variable of a pool process: the longest time for one row, within which a function sets its own limits."""
+"""Environment variable of a pool process: the time limit of a row, by which a function can set its own limits."""
 
 CLOSE_SECONDS = 2.0
-"""Longest time for a process to end by itself."""
+"""Time that a process has to end by itself."""
 
 OUTPUT_BYTES = 4096
-"""Longest end of a row's printed output that is reported."""
+"""Maximum length of a row's printed output in reports; the last bytes are kept."""
 
 TEXT_LENGTH = 10_000
-"""Most characters of an error's message, and of its traceback."""
+"""Maximum number of characters of an error's message, and of its traceback."""
 
 ANSWER_SECONDS = 0.002
-"""Longest time that a row's result waits for the next ones: a message costs more than a cheap row."""
+"""Maximum time that a row's result waits for further results, because a message costs more than a cheap row."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 
 HEAD = struct.Struct("!Q")
 AT_WORK = struct.Struct("!q")
-"""Layout of a file that both ends map. It holds the number of the row begun last, even if the process dies; -1 before
-the first."""
+"""Layout of a file that both sides map into memory. It contains the number of the row that was begun last, even after
+the process has died; -1 before the first row."""
 
 Style = Literal["single", "async", "batched"]
 
 
 class SetUp(NamedTuple):
-    """The first message to a process."""
-
     function: str
     arguments: Mapping[str, Any]
     python_path: Sequence[str]
@@ -68,26 +66,26 @@ class SetUp(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The function was imported, and is called in this style."""
+    """The process has imported the function, and calls it in this style."""
 
     style: Style
 
 
 class Unstartable(NamedTuple):
-    """The function cannot be imported in a pool process; `why` has the traceback."""
+    """The function cannot be imported in a pool process; `why` contains the traceback."""
 
     why: str
 
 
 class RowsToScore(NamedTuple):
-    """Rows to score, with the numbers that results refer to."""
+    """Rows to score, with the numbers by which results name them."""
 
     numbers: Sequence[int]
     rows: Sequence[Mapping[str, Any]]
 
 
 class RowScore(NamedTuple):
-    """The score of a row; fields as in `enginehouse.engines.environment.Score`."""
+    """The score of a row, with the fields of `enginehouse.engines.environment.Score`."""
 
     reward: float
     figures: Mapping[str, float]
@@ -97,10 +95,10 @@ class RowScore(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason a row has no score, the traceback, and the end of its printed output.
+    """The reason why a row has no score, the traceback, and the end of its printed output.
 
     All is plain text, because an exception may not survive pickling. `late` marks a row of an async function that timed
-    out; a thread that it waited for may run on.
+    out; a thread that it waited for may still run.
     """
 
     what: str
@@ -110,7 +108,7 @@ class Failure(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """Results by the numbers of their rows; an empty message only shows that the process still works."""
+    """Results by the numbers of their rows. An empty message only shows that the process still works."""
 
     results: Mapping[int, RowScore | Failure]
 
@@ -126,7 +124,7 @@ def frame(message: object) -> bytes:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every other process that a reward of the pool or process `mark` started."""
+    """Kill every other process that was started by the pool or process with this mark."""
     import psutil
 
     for _ in range(10):  # a process that forks meanwhile is killed in the next round
@@ -141,7 +139,6 @@ def kill_marked(mark: str) -> None:
 
 
 def name_exit(code: int | None) -> str:
-    """Describe an exit code."""
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
@@ -149,7 +146,7 @@ def name_exit(code: int | None) -> str:
 
 
 def main(descriptor: int, at_work: int) -> None:
-    """Serve the line on a file descriptor until it is closed; write the row at work into the file of another."""
+    """Serve the socket `descriptor` until it is closed; write the number of the current row to the file `at_work`."""
     faulthandler.enable()  # a crash in C prints its place into the row's output
     line = socket.socket(fileno=descriptor)
     with line, line.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
@@ -178,7 +175,7 @@ def main(descriptor: int, at_work: int) -> None:
 
 
 def _receive(incoming: Any) -> Any:
-    """Return the next message, or None if the line was closed."""
+    """Return the next message, or None if the socket was closed."""
     head = incoming.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -188,7 +185,7 @@ def _receive(incoming: Any) -> Any:
 
 
 def _listen(incoming: Any, inbox: Inbox) -> None:
-    """Receive messages while the function runs. Exit if the process outlives the line by `CLOSE_SECONDS`."""
+    """Receive messages while the function runs. Exit if it still runs `CLOSE_SECONDS` after the socket closed."""
     with suppress(OSError, ValueError):
         while (message := _receive(incoming)) is not None:
             inbox.put(message)
@@ -201,8 +198,7 @@ def _listen(incoming: Any, inbox: Inbox) -> None:
 class Judge:
     """Calls the reward function in its style, and turns the outcome into a score or a failure.
 
-    Attributes:
-        style: `"async"` for an `async def`, `"batched"` for one marked by `batched_reward`, else `"single"`.
+    `style` is `"async"` for an `async def`, `"batched"` for a function marked by `batched_reward`, else `"single"`.
     """
 
     def __init__(self, function: Callable[..., Any], setup: SetUp):
@@ -215,7 +211,7 @@ class Judge:
         self._output = _PrintedOutput()
 
     def serve(self, inbox: Inbox, begin: Callable[[int], None], send: Send) -> None:
-        """Score the rows of the inbox until it yields None; `begin` is called for rows that are scored one by one."""
+        """Score the rows of the inbox until it yields None. `begin` is called for rows that are scored one by one."""
         if self.style == "async":
             asyncio.run(self._serve_async(inbox, send))
         elif self.style == "batched":
@@ -255,7 +251,7 @@ class Judge:
                 task.add_done_callback(running.discard)
 
     def _make_threads(self) -> ThreadPoolExecutor:
-        """Return the executor of `asyncio.to_thread`: a thread for each row, and as many that may hang after theirs."""
+        """Return the executor of `asyncio.to_thread`: a thread for each row, and as many that may hang afterwards."""
         return ThreadPoolExecutor(2 * self._setup.concurrency)
 
     async def _score_async(self, row: Mapping[str, Any]) -> RowScore | Failure:
@@ -270,7 +266,7 @@ class Judge:
             return self._describe(error)
 
     def _serve_batch(self, message: RowsToScore, send: Send, runner: asyncio.Runner) -> None:
-        """Score rows in one call. If it raises, score each in its own call, so that a bad row costs only itself."""
+        """Score rows in one call. If it raises an error, score each row separately, so a bad row affects no other."""
         results = self._score_batch(message.rows, runner)
         if not isinstance(results, Failure):
             send(dict(zip(message.numbers, results, strict=True)))
@@ -303,7 +299,7 @@ class Judge:
         return row if self._names is None else {name: value for name, value in row.items() if name in self._names}
 
     def _judge(self, returned: Any) -> RowScore | Failure:
-        """Return the score of a returned value, or a failure with the function's output."""
+        """Return the score in a returned value, or a failure with the function's output."""
         if returned is None and self._setup.may_abstain:
             return RowScore(0.0, {}, abstains=True)
         result = read_score(returned)
@@ -316,10 +312,10 @@ class Judge:
 
 
 def read_score(returned: Any) -> RowScore | Failure:
-    """Read a function's returned value as a score.
+    """Read the score in a function's returned value.
 
-    It may be anything that `float` takes except text, or a mapping of such values with the key `reward`, in which
-    `answer` is text. The reward has to be finite as float32, the type it is trained with.
+    The value may be anything that `float` accepts, except text. It may also be a mapping of such values with the key
+    `reward`, in which `answer` is text. The reward must be finite as float32, the type in which the run trains with it.
     """
     values = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in values:
@@ -351,12 +347,11 @@ def read_score(returned: Any) -> RowScore | Failure:
 
 
 def overdue_text(seconds: float) -> str:
-    """Return the failure text of a row that took too long."""
     return f"did not return within {seconds:g} s (reward.timeout_seconds)"
 
 
 def shorten(value: Any, limit: int = 200) -> str:
-    """Return a value's `repr` for a message, cut after `limit` characters."""
+    """Return a value's `repr` for a message, cut off after `limit` characters."""
     try:
         text = repr(value)
     except Exception as error:
@@ -365,7 +360,7 @@ def shorten(value: Any, limit: int = 200) -> str:
 
 
 class _ResultBuffer:
-    """Collects results of rows scored one after another, and sends them `ANSWER_SECONDS` after the first."""
+    """Collects results of rows that are scored one by one, and sends them `ANSWER_SECONDS` after the first."""
 
     def __init__(self, send: Send):
         self._send, self._process = send, os.getpid()
@@ -395,7 +390,7 @@ class _ResultBuffer:
 
 
 class _PrintedOutput:
-    """The printed output of the process: standard output and error are one file, emptied before each row."""
+    """The printed output of the process. Standard output and error are one file, which is emptied before each row."""
 
     def __init__(self) -> None:
         self._file = os.dup(1)  # stays open if the function closes its output
@@ -413,7 +408,6 @@ class _PrintedOutput:
 
 
 def read_tail(file: int) -> str:
-    """Return the last `OUTPUT_BYTES` of a file as text."""
     with suppress(OSError):
         size = os.fstat(file).st_size
         return os.pread(file, OUTPUT_BYTES, max(size - OUTPUT_BYTES, 0)).decode(errors="replace").strip()

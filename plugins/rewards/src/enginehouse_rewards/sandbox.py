@@ -1,8 +1,8 @@
-"""Runs an untrusted Python program where it can reach nothing, and deletes its files.
+"""Runs an untrusted Python program in isolation, and deletes its files.
 
-`sandboxed` runs in the process and lists what a program cannot do. This end starts the process, enforces the limits
-that the kernel does not (time, output, disk), and ends it. A sandbox is no virtual machine: a bug of the kernel in the
-system calls left to a program is a way out.
+`sandboxed` runs inside the process and lists what a program cannot do. This module starts the process, enforces the
+limits that the kernel does not enforce (time, output, disk), and ends it. A sandbox is no virtual machine: a program
+could escape through a kernel bug in one of the system calls that it may still use.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from enginehouse_rewards import sandboxed
 from enginehouse_rewards.program import MARK, kill_marked, name_exit
 
 OUTPUT_BYTES = 2**20
-"""A program that prints more than this is ended."""
+"""A program that prints more than this is killed."""
 FILE_BYTES, DISK_BYTES, FILES, OPEN_FILES = 2**24, 2**26, 256, 64
-"""Most bytes of a file, bytes of all files, files, and open files."""
+"""Limits: bytes of one file, bytes of all files, number of files, number of open files."""
 MOST_THREADS = 256
-"""Most threads of a program: with small stacks its memory could hold as many as the machine allows processes."""
+"""Maximum number of threads of a program, which could otherwise use up the machine's limit of processes."""
 LOOK_SECONDS = 0.05
 """Interval at which the directory and the threads are checked."""
 START_SECONDS = 20.0
-"""Longest time until the process is ready for a program."""
+"""Time limit until the process is ready for a program."""
 STALE_SECONDS = 300.0
-"""Age at which a directory without a lock is deleted: its owner was killed."""
+"""Age at which an unlocked directory is deleted, because its owner was killed."""
 PREFIX = "enginehouse-sandbox-"
 _deleted_stale = -STALE_SECONDS
 
@@ -52,12 +52,12 @@ Isolation = Literal["required", "best"]
 
 
 class SandboxError(EnginehouseError):
-    """A program cannot be run as isolated as was asked for, or not at all."""
+    """A program cannot be run with the requested isolation, or not at all."""
 
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """The end of a program: `how` is an exit code or a signal in words, or the limit that it broke."""
+    """The end of a program: `how` is an exit code or a signal in words, or the limit that it exceeded."""
 
     how: str  # "exit code 0", "killed by SIGSEGV", "time", "output", "disk" or "threads"
     output: str = ""
@@ -68,16 +68,16 @@ class ProgramEnd:
 
 
 class Sandbox:
-    """A context manager with one process for a program. On leaving it ends the process and deletes its files.
+    """A context manager with one process for a program. On exit it kills the process and deletes its files.
 
     Args:
-        seconds: longest time for all calls together, and longest CPU time.
-        memory_mb: address space.
-        isolation: `"required"` raises where the kernel lacks something; `"best"` does without.
+        seconds: time limit for all calls together, and limit of CPU time.
+        memory_mb: address space, in MiB.
+        isolation: `"required"`: raises an error if the kernel lacks a restriction; `"best"`: does without it.
         given: standard input of the program.
 
     Attributes:
-        missing: restrictions that this machine lacks, of `sandboxed.FILES` and `sandboxed.SYSTEM_CALLS`.
+        missing: restrictions that this machine lacks: `sandboxed.FILES`, `sandboxed.SYSTEM_CALLS`.
 
     Raises:
         SandboxError: on entering.
@@ -116,13 +116,12 @@ class Sandbox:
         return ProgramEnd(self._verdict, self._output.decode(errors="replace"))
 
     def load(self, program: str) -> bool:
-        """Run a program whose names `evaluate` and `do` then use. Return True if it came to its end."""
+        """Run a program whose names `evaluate` and `do` then use. Return True if it ran to its end."""
         self._send({"program": program, "tested": True})
         return self._receive() == {"ready": True}
 
     def evaluate(self, expression: str, expected: Any) -> bool:
-        """Return True if an expression over the program's names equals `expected`, a value that literals can
-        express."""
+        """True if an expression over the program's names equals `expected`, a value that a literal can express."""
         self._send({"evaluate": expression})
         try:
             return bool(ast.literal_eval(self._receive()["value"]) == expected)
@@ -130,13 +129,12 @@ class Sandbox:
             return False
 
     def do(self, statement: str) -> bool:
-        """Return True if a statement over the program's names comes to its end."""
+        """True if a statement over the program's names runs to its end."""
         token = secrets.token_hex(16)
         self._send({"run": statement, "token": token})
         return self._receive() == {"done": token}
 
     def close(self) -> None:
-        """End the process and delete its files."""
         if hasattr(self, "_process"):
             self._process.kill()
             self._process.wait()
@@ -199,7 +197,7 @@ class Sandbox:
                 return
 
     def _receive(self) -> dict[str, Any]:
-        """Return the next message; empty if none comes, or if more than one did."""
+        """Return the next message; empty if none comes, or if there was more than one."""
         while b"\n" not in self._replies:
             if self._verdict:
                 return {}
@@ -212,7 +210,7 @@ class Sandbox:
         return message if isinstance(message, dict) and not self._replies else {}
 
     def _wait(self) -> None:
-        """Take in output for up to `LOOK_SECONDS`, and end the process if it broke a limit."""
+        """Read output for up to `LOOK_SECONDS`, and kill the process if it exceeded a limit."""
         ready = self._selector.select(LOOK_SECONDS)
         for key, _ in ready:
             self._take_in(key.fileobj)
@@ -280,15 +278,14 @@ def check_isolation() -> None:
 
 
 def refusal(missing: Sequence[str]) -> str:
-    """Return the message of an error about missing restrictions."""
     return (
-        f"this machine cannot restrict {' and '.join(missing)} of a program, which takes Linux 5.13 with Landlock "
+        f"this machine cannot restrict {' and '.join(missing)} of a program, which needs Linux 5.13 with Landlock "
         "among its security modules, and seccomp, on x86_64 or aarch64; the argument isolation=best accepts less"
     )
 
 
 def _delete_stale() -> None:
-    """Delete, every `STALE_SECONDS`, the directories that no process holds locked: their owners were killed."""
+    """Delete, every `STALE_SECONDS`, the directories that no process has locked, because their owners were killed."""
     global _deleted_stale
     if time.monotonic() - _deleted_stale < STALE_SECONDS:
         return
@@ -306,7 +303,7 @@ def _delete_stale() -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, even if its program changed modes, and touch nothing outside it."""
+    """Delete a directory, even if its program changed modes, without touching anything outside it."""
 
     def unlock(function: Any, path: str, error: Any) -> None:
         if isinstance(error[1], FileNotFoundError):

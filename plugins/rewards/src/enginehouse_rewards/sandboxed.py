@@ -1,12 +1,13 @@
-"""The program of a sandbox: it restricts its process for good, then runs another program. Imports no enginehouse.
+"""The program inside a sandbox: it restricts its process irrevocably, then runs another program. It does not import
+enginehouse.
 
-Before that program's first line, the process gives up all privileges. It can then no longer make a process, run another
-program, signal or inspect another process, use a network, open a file outside its directory and the interpreter's
-library, change an owner, a mode or a time stamp, outlive its parent, or exceed its limits. docs/decisions/rewards.md
-names the mechanism of each.
+Before the first line of that program, the process gives up all privileges. It can then no longer create a process, run
+another program, signal or inspect another process, use a network, open a file outside its directory and the
+interpreter's library, change an owner, a mode or a time stamp, outlive its parent, or exceed its limits.
+docs/decisions/rewards.md names the mechanism of each restriction.
 
-Messages are lines of JSON on a socket. A program that reads its input sends none. A program under test evaluates
-expressions one by one and returns their values; the expected values never enter this process.
+Messages are lines of JSON on a socket. A program that reads its input sends no messages. For a program under test, the
+process evaluates expressions one by one and returns their values. The expected values never enter this process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
 _RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of file rights by version of Landlock."""
+"""Number of file rights for each version of Landlock."""
 
 READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")),
@@ -48,7 +49,7 @@ READABLE = (
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Lower limits of this process, by their names in `resource`."""
+    """Lower limits of this process, given by their names in `resource`."""
     for name, value in limits.items():
         resource_id = getattr(resource, name)
         hard = resource.getrlimit(resource_id)[1]
@@ -57,7 +58,7 @@ def limit(limits: Mapping[str, int]) -> None:
 
 
 def give_up_privileges(parent: int) -> None:
-    """Drop all capabilities for good, and have the kernel end this process with `parent`, a process id."""
+    """Drop all capabilities irrevocably, and let the kernel kill this process when `parent`, a process id, ends."""
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, bytes(24)))
@@ -67,8 +68,7 @@ def give_up_privileges(parent: int) -> None:
 
 
 def restrict_files(directory: str) -> bool:
-    """Restrict this process to the files of a flat directory and to reading `READABLE`. Return False without
-    Landlock."""
+    """Restrict this process to files of a flat directory and to reading `READABLE`; return False without Landlock."""
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
@@ -129,10 +129,10 @@ _ALLOWED = (
     "227, mincore 27 232 "
 )
 """System calls that a program may make with any arguments: name, number on x86_64, number on aarch64. All others fail
-with EPERM; the calls in `_filter` do so unless their arguments are allowed."""
+with EPERM, unless `_filter` allows them with certain arguments."""
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The kernel's number of a machine in a filter."""
+"""The kernel's number for each machine type in a filter."""
 
 _LOAD, _AND, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
 _KILL, _ERROR = 0x80000000, 0x00050000
@@ -147,9 +147,9 @@ Instruction = tuple[int, int, int, int]
 
 
 def restrict_system_calls() -> bool:
-    """Restrict this process to system calls that cannot reach out of it. Return False without seccomp.
+    """Restrict this process to system calls that cannot affect anything outside it. Return False without seccomp.
 
-    Some calls depend on an argument: the process can make threads but no processes, and signal only itself.
+    Some calls depend on an argument: the process can create threads but no processes, and can signal only itself.
     """
     machine = platform.machine()
     if machine not in _MACHINES:
@@ -188,7 +188,7 @@ def _filter(machine: str) -> Iterator[Instruction]:
 
 
 def _if_equal(number: int, then: list[Instruction]) -> list[Instruction]:
-    """Return instructions that run `then`, which returns, if the loaded value is `number`."""
+    """Return instructions that run `then`, which must return, if the loaded value is `number`."""
     return [(_EQUAL, 0, len(then), number), *then]
 
 
@@ -204,7 +204,7 @@ def _allow_bits(argument: int, bits: int) -> list[Instruction]:
 
 
 def _refuse_truncation(argument: int) -> list[Instruction]:
-    """Allow a call unless it empties a file by opening it to read, which older versions of Landlock count as
+    """Allow a call unless it empties a file by opening it for reading, which older versions of Landlock permit as
     reading."""
     mask = (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
     return [_load_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), _REFUSE, _ALLOW]
@@ -218,7 +218,6 @@ def _load_argument(number: int, half: int = 0) -> Instruction:
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket on a file descriptor."""
     line = os.fdopen(descriptor, "rb")
     setup = json.loads(line.readline())
     try:
@@ -243,7 +242,7 @@ def main(descriptor: int) -> None:
 
 
 def _run(source: str, name: str) -> dict[str, Any]:
-    """Run a program as a module called `name`; return its names."""
+    """Run a program as a module called `name`; return the names that it defines."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, "program.py", "exec"), module.__dict__)
@@ -251,7 +250,7 @@ def _run(source: str, name: str) -> dict[str, Any]:
 
 
 def _serve(line: Any, names: dict[str, Any]) -> None:
-    """Run statements and evaluate expressions over a program's names, as they come."""
+    """Run statements and evaluate expressions over a program's names, as they arrive."""
     _write(line, {"ready": True})
     for text in iter(line.readline, b""):
         message = json.loads(text)
@@ -268,8 +267,10 @@ def _serve(line: Any, names: dict[str, Any]) -> None:
 
 
 def to_literal(value: Any) -> Any:
-    """Return an equal value that literals can express, if there is one: a dict for a `Counter`, a float for a
-    `Fraction`."""
+    """Return an equal value that a literal can express, if there is one.
+
+    For example, return a dict for a `Counter`, and a float for a `Fraction`.
+    """
     if isinstance(value, dict):
         return {to_literal(key): to_literal(item) for key, item in value.items()}
     for kind, builtin in ((list, list), (tuple, tuple), (Set, set)):

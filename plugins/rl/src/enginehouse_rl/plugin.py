@@ -1,4 +1,4 @@
-"""The trainer, as a plugin: its commands, the parts of its algorithms, its trackers, and how it runs a step."""
+"""The trainer as a plugin: its commands, the parts of its algorithms, its trackers, and the hook that runs a step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ADVANTAGES = {
     ),
     "rloo": ("Reward against the mean of the others of its group (Ahmadian et al. 2024)", ("reward", "group")),
 }
-"""Summary and needed columns of each advantage. One that needs groups compares the samples of each group."""
+"""Summary and needed columns of each advantage. An advantage that needs `group` compares the samples of each group."""
 POLICY_LOSSES = {
     "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
     "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
@@ -65,17 +65,17 @@ POLICY_LOSSES = {
     "policy_gradient": "Policy gradient without a ratio (Williams 1992)",
     "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
 }
-"""Summary of each loss that `enginehouse_rl.losses.policy` makes, each in a file of its name."""
+"""Summary of each loss made by `enginehouse_rl.losses.policy`. Each loss has a file of its name."""
 CLIPPED = ("cispo", "clipped_policy", "gspo")
-"""Losses that clip their ratio. `gspo` clips the mean ratio of a whole sequence at 3e-4. Rounding alone, which makes
-sampled tokens a little less likely, then clips half of the tokens that have a gradient."""
+"""Losses that clip their ratio. `gspo` clips the mean ratio of a whole sequence at 3e-4, so rounding matters: it makes
+sampled tokens a little less likely, and thereby clips half of the tokens that have a gradient."""
 OTHER_LOSSES = {
     "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
     "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
     "weighted_logprob": ("logprobs", "Logprobs weighted by a column: any policy gradient on any engine"),
     "weighted_value": ("values", "Values weighted by a column: any loss of values on any engine"),
 }
-"""The output from which each loss is computed, and its summary."""
+"""The model output from which each loss is computed, and the summary of the loss."""
 
 
 @hookimpl

@@ -1,1 +1,1 @@
-"""Tools that a config may name. Each module makes one, an ordinary function, of the config's arguments."""
+"""Tools that a config may name. Each module creates one tool, an ordinary function, from the config's arguments."""

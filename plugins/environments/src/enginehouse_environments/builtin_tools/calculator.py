@@ -1,4 +1,4 @@
-"""A tool for arithmetic that cannot run long or do anything else."""
+"""A tool for arithmetic, which cannot run for long or do anything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 8192
-"""Most bits of an integer, also of an intermediate one."""
+"""Maximum number of bits of an integer, including intermediate results."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -31,7 +31,6 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def make_calculator() -> Callable[[str], str]:
-    """Return the tool `calculator`."""
     return calculator
 
 

@@ -14,7 +14,7 @@ from enginehouse_rewards import sandbox
 from enginehouse_rewards.sandbox import Isolation, Sandbox, SandboxError
 
 _running = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
-"""Limits concurrent programs, since more would only make each of them late."""
+"""Limits the number of concurrent programs, because more would only slow each other down."""
 
 _RUN = """\
 import ast, sys, traceback
@@ -41,9 +41,10 @@ def make_python(
     """Return the tool `python`.
 
     Args:
-        seconds: longest time for a program.
-        memory_mb: address space of a program.
-        isolation: `required`: nothing is run where the machine cannot restrict it; `best`: as restricted as it can be.
+        seconds: time limit for a program.
+        memory_mb: address space of a program, in MiB.
+        isolation: `required`: nothing is run if the machine cannot isolate programs; `best`: as isolated as the machine
+            allows.
 
     Raises:
         ConfigError: this machine cannot isolate a program.

@@ -17,11 +17,11 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
     """Return the tool `search`.
 
     Args:
-        corpus: JSONL file of documents, each with a `text` and perhaps a `title`.
-        k: most documents of a result.
+        corpus: JSONL file of documents, each with a `text` and optionally a `title`.
+        k: maximum number of documents in a result.
 
     Raises:
-        ConfigError: there is no such file, or its first line is no document.
+        ConfigError: the file does not exist, or its first line is no document.
     """
     path = str(Path(corpus).absolute())
     try:
@@ -45,7 +45,7 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
 
 @functools.cache
 def _load_index(path: str) -> _Index:
-    """Return the index, which a process makes once."""
+    """Return the index, which a process builds only once."""
     return _Index(path)
 
 
@@ -62,7 +62,7 @@ class _Index:
         self._bm25.index(bm25s.tokenize(self._texts, show_progress=False), show_progress=False)
 
     def search(self, query: str, k: int) -> list[str]:
-        """Return the texts with a word of the query that fit best, the best first."""
+        """Return the best matching texts, best first; each contains a word of the query."""
         import bm25s
 
         tokens = bm25s.tokenize([query], show_progress=False)

@@ -1,4 +1,4 @@
-"""`enginehouse init`: a first config, reward and test, from four answers."""
+"""`enginehouse init`: creates a first config, reward and test from four answers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def init(
 def _ask(
     name: str, answer: str | None, default: str, yes: bool, read: Callable[[str], T], choices: Sequence[str] = ()
 ) -> T:
-    """Read the given answer, or the default, or ask the terminal until an answer is valid."""
+    """Read the given answer or the default, or ask on the terminal until an answer is valid."""
     if answer is not None or yes:
         try:
             return read(default if answer is None else answer)
@@ -121,7 +121,7 @@ def _ask(
 def _read_rows(
     data: str, model: ChosenModel, files: NewFiles, columns: tuple[str | None, str | None], asks: bool
 ) -> PromptData:
-    """Read rows; if `asks`, ask the terminal for unknown columns."""
+    """Read rows; if `asks`, ask for unknown columns on the terminal."""
     prompt, answer = columns
     try:
         rows = read_rows(data, model, files, prompt, answer)
@@ -140,7 +140,7 @@ def _read_rows(
 def _write(
     files: NewFiles, model: ChosenModel, rows: PromptData, reward: str, machine: Machine, engines: Engines
 ) -> Plan:
-    """Write all files, make the tiny model if it was chosen, and check all by `plan`."""
+    """Write all files, create the tiny model if it was chosen, and check the result by `plan`."""
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.plan.plan import plan
 
@@ -153,12 +153,14 @@ def _write(
         try:
             return plan(load_config(CONFIG), config_path=CONFIG)
         except UserError as error:
-            error.args = (f"`enginehouse plan` refuses what these answers make, so nothing is kept: {error}",)
+            error.args = (
+                f"`enginehouse plan` rejects the project that these answers create, so nothing is kept: {error}",
+            )
             raise
 
 
 def _assume_gpus(machine: Machine) -> contextlib.AbstractContextManager[None]:
-    """Plan as if GPUs of another machine were here."""
+    """Plan with the GPUs of another machine if the answer names one."""
     from enginehouse_rl.plan.device import assume_gpus, visible_gpus
 
     elsewhere = machine.gpus and (machine.address or not visible_gpus())
@@ -176,7 +178,6 @@ def _make_tiny(directory: Path, rows: PromptData) -> None:
 
 
 def _print_summary(files: NewFiles, plan: Plan, machine: Machine) -> None:
-    """Print the written files, the plan, and the next commands."""
     facts = dict(plan.facts)
     click.echo(f"Written to {files.directory}: {', '.join(files.made)}")
     click.echo("`enginehouse plan` accepts it:")

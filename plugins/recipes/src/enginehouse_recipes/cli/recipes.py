@@ -101,7 +101,7 @@ def real_model(from_hub: bool) -> None:
 
 
 def make_beginning(chosen: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
-    """Make what a recipe begins from, recursively."""
+    """Create everything that a recipe starts from, recursively."""
     from enginehouse.plugin import Environment, plugins
     from enginehouse_rl.config.earlier_run import can_resume
     from enginehouse_rl.config.load import load_config
@@ -139,5 +139,5 @@ def _run(chosen: Recipe, overrides: Sequence[str], resume: bool, quiet: bool) ->
 
     context = click.get_current_context()
     command = main.get_command(context, chosen.command)
-    assert command is not None, f"the recipe {chosen.name} names a command that is not there"
+    assert command is not None, f"the recipe {chosen.name} names a command that does not exist"
     context.invoke(command, config=str(chosen.path), overrides=tuple(overrides), resume=resume, quiet=quiet)

@@ -24,7 +24,7 @@ def write_commented(
         values: sections as mappings, by name.
         schema: schema of the config.
         hints: reasons for values and advice, by dotted key.
-        options: classes of backends' options, by dotted key.
+        options: options classes of backends, by dotted key.
     """
     return "\n".join(_write_lines(values, schema, (), hints, options or {}, set())).lstrip("\n") + "\n"
 

@@ -1,4 +1,4 @@
-"""Writes the config of a first run, from a recipe or a template and the answers, with each key explained."""
+"""Writes the config of a first run, from a recipe or a template and the answers, and explains each key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RUN = "runs/first"
 TEMPLATE = Path(__file__).parent / "templates" / "config.yaml"
 TINY_STEPS = 100
-"""Most steps of the tiny model."""
+"""Maximum number of steps for the tiny model."""
 
 HINTS = {
     "data.overlong_prompts": "drop lets a first run start; `plan` reports how many are left out",
@@ -38,16 +38,15 @@ HINTS = {
     "cluster.device": "The device of your answer; a machine without it rejects the config",
     "run.directory": "A directory that has a run is rejected: name another for the next, run.directory=runs/second",
 }
-"""Comments by key, besides its description: the reason for its value, or what to change first."""
+"""Comments by key, after the key's description: the reason for its value, or what to change first."""
 
 
 def choose_recipe(rows: PromptData) -> str:
-    """Return the recipe with which the tiny model learns the rows."""
+    """Return the recipe with which the tiny model learns from the rows."""
     return SAMPLES["calculator" if rows.tools else "sorting"]
 
 
 def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines: Engines) -> str:
-    """Return the config with comments."""
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
     from enginehouse_recipes import recipe
     from enginehouse_recipes.init.commented import write_commented
@@ -80,7 +79,7 @@ def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines:
 
 
 def _choose_machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
-    """Return the values that depend on the machine. `large`: the model is not the tiny one."""
+    """Return the values that depend on the machine. `large` is true if the model is not the tiny one."""
     processes = max(machine.gpus, 1)
     values: dict[str, Any] = {
         "actor": {"processes": processes, "engine": {"backend": engines.train}},
@@ -123,7 +122,7 @@ def _choose_data_values(values: Mapping[str, Any], model: ChosenModel, rows: Pro
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings; the second's values win."""
+    """Merge nested mappings. Values of the second mapping win."""
     merged = dict(first)
     for name, value in second.items():
         are_mappings = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)

@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from enginehouse.plugin import Backend
 
 LAPTOP = "laptop"
-"""Answer for a machine without a GPU."""
+"""The answer for a machine without a GPU."""
 
 
 class Machine(NamedTuple):
-    """The machine of a run."""
-
     gpus: int = 0  # 0: the CPU
     address: str = ""  # of a Ray cluster; empty: this machine
 
@@ -34,10 +32,10 @@ def describe_machine() -> str:
 
 
 def read_machine(answer: str) -> Machine:
-    """Read an answer: `"laptop"`, a number of GPUs, or `"8@ADDRESS"` of a Ray cluster.
+    """Read an answer: `"laptop"`, a number of GPUs, or `"8@ADDRESS"` for GPUs of a Ray cluster.
 
     Raises:
-        ConfigError: it is none of these, or there are fewer GPUs.
+        ConfigError: it is none of these, or this machine has fewer GPUs.
     """
     from enginehouse_rl.plan.device import visible_gpus
 
@@ -64,9 +62,10 @@ class Engines(NamedTuple):
 
 
 def choose_engines(machine: Machine) -> Engines:
-    """Choose from the installed engines: on GPUs one that shards and one that serves.
+    """Choose from the installed engines. On GPUs, choose a training engine that shards and a rollout engine that
+    serves.
 
-    They declare the capabilities to release their memory to each other.
+    Both must be able to release their memory to each other.
     """
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
     from enginehouse.plugin.capabilities import OFFLOAD, SLEEP
@@ -84,7 +83,7 @@ def choose_engines(machine: Machine) -> Engines:
 
 
 def _list_ready_engines(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
-    """Return the names of engines that can run, without the default; reasons of the others go to `better`."""
+    """Return the names of the engines that can run, except the default; the reasons of the others go to `better`."""
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime
     from enginehouse_rl.plan.device import visible_gpus

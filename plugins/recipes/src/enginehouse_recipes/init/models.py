@@ -1,5 +1,3 @@
-"""The model of a first run."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,11 +6,11 @@ from typing import NamedTuple
 from enginehouse.errors import UserError
 
 TINY = "tiny"
-"""Answer for a model that is made here."""
+"""The answer for a model that is created here."""
 
 
 class ChosenModel(NamedTuple):
-    """The model to train."""
+    """The model of a first run."""
 
     path: str = ""  # in the config, a name on the hub included; empty: the tiny model
     chats: bool = True  # it has a chat template
@@ -20,10 +18,10 @@ class ChosenModel(NamedTuple):
 
 
 def read_model(answer: str, directory: Path) -> ChosenModel:
-    """Read an answer: `"tiny"`, a directory, a GGUF file, or a name on the hub, of which the model is fetched.
+    """Read an answer: `"tiny"`, a directory, a GGUF file, or a name on the hub, whose model is then fetched.
 
     Raises:
-        ModelError: it is none of these, or cannot be had.
+        ModelError: it is none of these, or cannot be fetched.
     """
     from enginehouse.engines.model import positions
     from enginehouse.plugin.findings import Findings
@@ -52,6 +50,6 @@ def read_model(answer: str, directory: Path) -> ChosenModel:
 
 
 def config_path(path: Path, directory: Path) -> str:
-    """Return a path for a config in `directory`: relative if it lies inside."""
+    """Return a path for a config in `directory`: relative if it lies inside the directory."""
     absolute = path.absolute()
     return str(absolute.relative_to(directory) if absolute.is_relative_to(directory) else absolute)

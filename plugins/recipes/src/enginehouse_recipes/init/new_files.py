@@ -1,5 +1,3 @@
-"""Files that `enginehouse init` writes."""
-
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +11,7 @@ from enginehouse.errors import ConfigError
 
 @dataclass
 class NewFiles:
-    """Writes new files of a directory, never over existing ones, and deletes them if the command fails."""
+    """Writes the files of `enginehouse init`, never over existing files. Deletes them if the command fails."""
 
     directory: Path
     made: list[str] = field(default_factory=list)  # names
@@ -22,13 +20,12 @@ class NewFiles:
         self._new = not self.directory.exists()
 
     def check(self, *names: str) -> None:
-        """Raise `ConfigError` if a file of such a name exists."""
+        """Raise `ConfigError` if a file with one of these names exists."""
         for name in names:
             if os.path.lexists(path := self.directory / name) and name not in self.made:
                 raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
 
     def write(self, name: str, text: str) -> str:
-        """Write a file; return its name."""
         self.check(name)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.made = [*dict.fromkeys([*self.made, name])]  # before writing, so that half a file is deleted too
@@ -36,7 +33,7 @@ class NewFiles:
         return name
 
     def take_back(self) -> None:
-        """Delete the written files, Python's compiled ones, and the directory if it is new."""
+        """Delete the written files, Python's compiled copies, and the directory if it is new."""
         for path in [self.directory / name for name in self.made]:
             path.unlink(missing_ok=True)
             if path.suffix == ".py":

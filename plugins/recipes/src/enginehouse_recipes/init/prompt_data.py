@@ -1,4 +1,4 @@
-"""Finds or makes the prompts of a first run, and guesses their columns."""
+"""Finds or creates the prompts of a first run, and guesses their columns."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from enginehouse_recipes.init.models import TINY, ChosenModel, config_path
 from enginehouse_recipes.init.new_files import NewFiles
 
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
-"""Names of data that is made here, and the recipe with which the tiny model learns it."""
+"""Names of the data that is created here, each with the recipe by which the tiny model learns it."""
 SAMPLE_ANSWERS = {"sorting": "012345", "calculator": "2146"}
-"""An answer of each."""
+"""An example answer for each."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversation", "input")
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model", "expected_answer", "gold", "target", "label"),
     *("expected", "solution", "output", "completion"),
 )
-"""Names of columns, the most likely first."""
+"""Names of columns, most likely first."""
 NESTED = {"reward_model": "ground_truth"}
-"""Key of the answer within a column, as in verl's data."""
+"""The key of the answer inside a column, as in verl's data."""
 HELD_OUT = ("validation", "valid", "val", "test", "dev", "eval")
 SAMPLE_ROWS, HELD_OUT_ROWS = 512, 64
 LOOKED_AT = 200
-"""Number of rows by whose values columns are guessed; all rows are then checked."""
+"""Number of rows by which columns are guessed. All rows are checked afterwards."""
 READ_SECONDS = 5.0
 
 
@@ -39,8 +39,6 @@ class PromptsUnknown(DataError):
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run and their properties."""
-
     train: str | list[str]  # file or files, as the config names them
     validation: str | None  # file of held-out prompts
     prompt: str = "prompt"  # column
@@ -53,7 +51,7 @@ class PromptData:
 
     @property
     def summary(self) -> str:
-        """Description of the prompts in a line."""
+        """One line that describes the prompts."""
         kind = "chat messages" if self.chats else "text"
         answer = "no column with an answer" if self.answer is None else f"answer: column {self.answer!r}"
         held_out = f"held out: {self.validation}" if self.validation else "no held-out file beside it"
@@ -68,7 +66,7 @@ def read_rows(
 
     Args:
         model: the model that reads the prompts.
-        files: writes a file that has to be made.
+        files: writes any file that must be created.
         prompt: column of prompts; None: guess it.
         answers: column of answers; None: guess it.
 
@@ -100,7 +98,7 @@ def read_rows(
 
 
 def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
-    """Return data that is made here; the tiny model uses its recipe's."""
+    """Return data that is created here. The tiny model uses the data of its recipe."""
     tools = name == "calculator"
     if tools:
         from enginehouse.plugin import Environment, plugins
@@ -130,7 +128,7 @@ def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
 
 
 def _write_line(product: bool, chats: bool, rng: random.Random) -> str:
-    """Return a row as a line of its file."""
+    """Return a row as a line of JSONL."""
     if product:
         first, second = rng.randrange(32, 1000), rng.randrange(32, 1000)
         question, answer = f"What is {first} * {second}? Use the calculator.", str(first * second)
@@ -145,7 +143,7 @@ def _write_line(product: bool, chats: bool, rng: random.Random) -> str:
 
 
 def _find_files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
-    """Return the training files of a path, and a file of held-out prompts."""
+    """Return the training files of a path, and its file of held-out prompts."""
     if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         return _convert_saved(path, files)
     if path.suffix.lower() in (".csv", ".tsv"):
@@ -163,13 +161,13 @@ def _find_files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
 
 
 def _find_held_out(path: Path) -> Path | None:
-    """Return a file of held-out prompts whose name matches the training file's."""
+    """Return a file of held-out prompts whose name matches that of the training file."""
     stems = [path.stem.replace("train", word) if "train" in path.stem else f"{path.stem}_{word}" for word in HELD_OUT]
     return next((file for stem in stems if (file := path.with_name(stem + path.suffix)).is_file()), None)
 
 
 def _convert_csv(path: Path, files: NewFiles) -> Path:
-    """Convert comma- or tab-separated values to JSONL, with all values as text."""
+    """Convert comma- or tab-separated values to JSONL. All values become text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
@@ -231,7 +229,6 @@ def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> P
 
 
 def _read_head(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the first rows."""
     from enginehouse_rl.data.files import PARQUET_SUFFIXES, open_table
 
     if path.suffix.lower() not in PARQUET_SUFFIXES:  # rows may have different columns
@@ -256,12 +253,11 @@ def _guess(
 
 
 def read_answer(column: str | None, value: Any) -> Any:
-    """Return the answer in a value of a column: the value, or the entry of it that `NESTED` names."""
+    """Return the answer in a value of a column: the value itself, or the entry that `NESTED` names."""
     return value.get(NESTED[column]) if column in NESTED and isinstance(value, dict) else value
 
 
 def _is_prompt(value: Any) -> bool:
-    """Return True for a value that is a prompt."""
     if isinstance(value, str):
         return bool(value.strip())
     chat = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
@@ -269,5 +265,5 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Return True for a value that a response can be compared with."""
+    """True for a value that a response can be compared with."""
     return isinstance(value, int | float) or (isinstance(value, str) and bool(value.strip()))

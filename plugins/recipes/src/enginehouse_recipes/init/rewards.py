@@ -21,17 +21,17 @@ REWARD, TEST = "reward.py", "test_reward.py"
 TEMPLATES = Path(__file__).parent / "templates"
 
 OWN = "own"
-"""Answer for a reward that the user writes."""
+"""The answer for a reward that the user writes."""
 REWARDS = ("numeric", "math", "exact_match")
 """Built-in rewards that compare a response with an answer."""
 LONG_ANSWER = 120
-"""Characters beyond which no response repeats an answer word for word."""
+"""Number of characters from which on no response can be expected to repeat an answer word for word."""
 
 
 def fitting_rewards(rows: PromptData) -> dict[str, str]:
-    """Return, by reward, the reason it does not fit the rows, or an empty text. The best reward is first.
+    """Return for each reward the reason why it does not fit the rows, or an empty text. The best reward comes first.
 
-    A reward fits if it finds every answer right as a response.
+    A reward fits if it gives a score above 0 to every answer when the answer itself is the response.
     """
     if rows.answer is None:
         return {OWN: "", **dict.fromkeys(REWARDS, "the data has no column with an answer")}
@@ -61,7 +61,7 @@ def _explain_misfit(name: str, texts: Sequence[str]) -> str:
     prompt = {"prompt": ""} if takes_prompt(function) else {}
     for text in texts[:20] if name == "math" else texts:
         if not function(**prompt, response=text, answer=text)["reward"]:  # it finds the answer itself wrong
-            return f"it finds no answer in {text[:60]!r}, which the data has as one"
+            return f"it finds no answer in {text[:60]!r}, which is an answer in the data"
     return ""
 
 
@@ -73,7 +73,7 @@ def builtin(name: str) -> Callable[..., Any]:
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
-    """Return True if a built-in reward has the parameter `prompt`, which none of them uses."""
+    """True if a built-in reward has the parameter `prompt`, which none of them uses."""
     return "prompt" in inspect.signature(function).parameters
 
 
@@ -96,7 +96,7 @@ def read_reward(answer: str, rows: PromptData) -> str:
 
 
 def reward_texts(rows: PromptData, reward: str) -> dict[str, str]:
-    """Return the texts of the reward's file and of its test, by name."""
+    """Return the texts of the reward's file and of its test, by file name."""
     column = rows.answer
     is_name = column is not None and column.isidentifier() and not keyword.iskeyword(column)
     is_name = is_name and column not in (*vars(builtins), *REWARDS)  # the file's function may call these

@@ -1,5 +1,3 @@
-"""Runs the program in a response, in a sandbox, against tests from the data."""
-
 from __future__ import annotations
 
 import ast
@@ -20,7 +18,7 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILI
 
 
 def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-    """Refuse columns that the data lacks, and a machine that cannot isolate a program."""
+    """Reject columns that the data lacks, and a machine that cannot isolate a program."""
     inputs, outputs, asserts = (arguments.get(f"{name}_column") for name in ("inputs", "outputs", "asserts"))
     if bool(inputs) != bool(outputs) or not (inputs or asserts):
         raise ConfigError(
@@ -51,22 +49,23 @@ def code(
     isolation: Isolation = "required",
     **columns: Any,
 ) -> float:
-    """Return how many of the tests the program in the response's last fenced block passes, 0.0 to 1.0.
+    """Run the program in the response's last code block against tests, and return the fraction that passes.
 
-    It is Python, with the standard library; docs/trust.md says what it may do and what becomes of one that does
-    more. A response without a block passes no test.
+    The program is Python with the standard library. docs/trust.md describes the limits of a program, and what happens
+    if it exceeds them. A response without a code block passes no test.
 
     Args:
         inputs_column: column of the data with a list of texts, each the standard input of a run.
-        outputs_column: column with what each run is to print, white space at the ends of lines aside.
-        asserts_column: column with lines of `assert`, a list or a text; other statements among them are run as they
-            come.
-        credit: `share`: the share of tests that pass; `all`: 1.0 if all do, else 0.0.
-        seconds: longest time for a run, or for all asserts of a response.
-        total_seconds: longest time for a response; tests that are left then have failed. Keep it below
-            `reward.timeout_seconds`, with a few seconds to spare.
-        memory_mb: address space of a program.
-        isolation: `required`: nothing is run where the machine cannot restrict it; `best`: as restricted as it can be.
+        outputs_column: column with the expected output of each run; white space at the ends of lines is ignored.
+        asserts_column: column with `assert` statements, as a list or a text; other statements among them are also run,
+            in order.
+        credit: `share`: the fraction of tests that pass; `all`: 1.0 if all pass, else 0.0.
+        seconds: time limit for a run, or for all asserts of a response.
+        total_seconds: time limit for a response; remaining tests then count as failed. Keep it a few seconds below
+            `reward.timeout_seconds`.
+        memory_mb: address space of a program, in MiB.
+        isolation: `required`: nothing is run if the machine cannot isolate programs; `best`: as isolated as the machine
+            allows.
     """
     until = time.monotonic() + total_seconds
 
@@ -107,7 +106,7 @@ def _run_tests(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[as
 
 
 def _holds(process: Sandbox, test: ast.stmt) -> bool:
-    """Return True if a statement holds. If it compares with a literal, the sandbox gets only the other side."""
+    """True if a statement holds. If it compares with a literal, the sandbox gets only the other side."""
     if isinstance(test, ast.Assert) and isinstance(test.test, ast.Compare) and len(test.test.ops) == 1:
         left, right = test.test.left, test.test.comparators[0]
         if isinstance(test.test.ops[0], ast.Eq):
@@ -121,7 +120,7 @@ def _holds(process: Sandbox, test: ast.stmt) -> bool:
 
 
 def _is_test(statement: ast.stmt) -> bool:
-    """Return True if a statement can fail a program: an assertion, or a call of a `check` defined before."""
+    """True if a statement can fail a program: an assertion, or a call of a `check` that was defined before."""
     return isinstance(statement, ast.Assert | ast.Expr)
 
 

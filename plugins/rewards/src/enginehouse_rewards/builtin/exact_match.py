@@ -1,5 +1,3 @@
-"""Rewards a response that equals the answer."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Rewards a response that matches a regular expression."""
-
 from __future__ import annotations
 
 import re
@@ -23,13 +21,13 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
 
 @checked_reward(check)
 def format(response: str, *, pattern: str, match: Literal["full", "search"] = "full") -> float:
-    """Return 1.0 if the response matches, else 0.0. `.` matches the ends of lines too.
+    """Return 1.0 if the response matches, else 0.0. `.` also matches newlines.
 
-    A pattern that takes exponential time is ended by `reward.timeout_seconds`, and the row has no score then.
+    `reward.timeout_seconds` ends a pattern that takes exponential time, and the row then has no score.
 
     Args:
-        pattern: a regular expression of Python's.
-        match: `full`: all of the response, white space at its ends aside; `search`: some part of it.
+        pattern: a Python regular expression.
+        match: `full`: the whole response, ignoring white space at its ends; `search`: some part of it.
     """
     compiled = re.compile(pattern, re.DOTALL)
     hit = compiled.fullmatch(response.strip()) if match == "full" else compiled.search(response)

@@ -1,5 +1,3 @@
-"""Penalises responses that are too long, or not of a target length."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
@@ -31,10 +29,10 @@ def length(
     max_tokens: Annotated[int, Field(gt=0)] | None = None,
     buffer_tokens: Annotated[int, Field(gt=0)] | None = None,
 ) -> float:
-    """Return 0.0 for a right length, down to -1.0 for a wrong one.
+    """Return a penalty for a wrong length: 0.0 for a right length, down to -1.0.
 
-    With `max_tokens` and `buffer_tokens` it is the soft over-long punishment of DAPO (Yu et al. 2025, equation 13): 0
-    up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens`.
+    With `max_tokens` and `buffer_tokens` it is the soft overlong punishment of DAPO (Yu et al. 2025, equation 13): 0 up
+    to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
 
     Args:
         target: number of tokens that a response should have. The penalty is the fraction by which it has too many or

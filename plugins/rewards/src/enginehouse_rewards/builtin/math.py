@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TIMEOUT_SECONDS = 5
-"""Longest time to parse one text, and to compare two expressions."""
+"""Time limit for parsing one text, and for comparing two expressions."""
 
 
 def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
@@ -30,7 +30,7 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
 def math(response: str, *, answer: str | float) -> dict[str, Any]:
     """Return 1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
 
-    An answer that takes long to read or to compare is a wrong one.
+    An answer that takes longer to parse or to compare counts as wrong.
     """
     from math_verify import parse, verify
 

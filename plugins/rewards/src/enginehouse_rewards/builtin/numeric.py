@@ -1,4 +1,4 @@
-"""Compares the last number of a response with the answer's by value, as for GSM8K."""
+"""Compares the last number of a response with the answer's number by value, as for GSM8K."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 LONGEST_NUMBER = 100
-"""Most characters of a number, and its largest power of ten: exact values beyond would fill memory."""
+"""Maximum number of characters of a number, and of its power of ten, because larger exact values would fill memory."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
@@ -23,7 +23,7 @@ _BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 
 
 class Number(NamedTuple):
-    """A number as written; the value of `50%` is a half."""
+    """A number in a text; the value of `50%` is a half."""
 
     value: Fraction
     percent: bool
@@ -50,7 +50,7 @@ def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, F
 
 
 def number(text: str) -> Number | None:
-    """Return the number that a text ends in, as `numeric` describes it, or None."""
+    """Return the last number of a text, as `numeric` describes it, or None."""
     if "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
     elif (inside := find_boxed(text)) is not None:

@@ -1,5 +1,3 @@
-"""Asks a vLLM or SGLang server for the score of a reward model."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,27 +11,29 @@ from typing import Any, Literal
 from enginehouse_rewards.program import TIMEOUT
 
 SHARE = 0.9
-"""Fraction of a row's time in which the server has to answer, so that no thread is left behind."""
+"""Fraction of a row's time limit in which the server must answer, so that no thread is left behind."""
 
 ANSWER_BYTES = 2**20
-"""Longest reply; a score has some hundred bytes."""
+"""Maximum length of a reply in bytes; a score has some hundred."""
 
 
 async def served(
     prompt: str, response: str, *, url: str, server: Literal["vllm", "sglang"] = "vllm", ending: str = ""
 ) -> float:
-    """Return the score of prompt and response together, as the model's head computes it, without an activation.
+    """Return the score that a reward model on a vLLM or SGLang server gives to prompt and response, without an
+    activation.
 
     Args:
         prompt: prompt as the policy read it.
         response: text of the response.
-        url: URL of the server, `http://host:8000`; its `/classify` is asked. vLLM serves a reward model by `vllm serve
-            MODEL --runner pooling`, SGLang by `launch_server --model-path MODEL --is-embedding`.
-        server: server whose form of request and answer is used.
-        ending: text put after the response, as the end of a turn in the model's chat template.
+        url: URL of the server, `http://host:8000`; requests go to its `/classify`. Start vLLM with `vllm serve MODEL
+            --runner pooling`, and SGLang with `launch_server --model-path MODEL --is-embedding`.
+        server: the server's type, which sets the form of request and reply.
+        ending: text added after the response, such as the end of a turn in the model's chat template.
 
     Raises:
-        RuntimeError: the server refuses, is not there, or answers something else; it names the URL.
+        RuntimeError: the server rejects the request, cannot be reached, or replies with something else; the message
+            names the URL.
     """
     text = prompt + response + ending
     body = {"input": text, "use_activation": False} if server == "vllm" else {"text": text}
@@ -51,7 +51,6 @@ async def served(
 
 
 def _post(address: str, body: dict[str, Any]) -> Any:
-    """Post JSON to a server and return its reply."""
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     limit = SHARE * float(os.environ.get(TIMEOUT, "60"))
     until, text = time.monotonic() + limit, bytearray()

@@ -1,8 +1,8 @@
-"""GAE credits a token with the errors of the critic's values from there on, later errors with less weight.
+"""GAE credits a token with the errors of the critic's values from that token on, later errors with less weight.
 
-Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
-A_t = sum over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the
-row's last counted token. What the critic learns is A_t + V(s_t).
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation": A_t = sum
+over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the row's last
+counted token. The critic learns A_t + V(s_t).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GDPO judges each of several rewards by itself within its group, so that no reward drowns another.
+"""GDPO compares each of several rewards separately within its group, so that no reward dominates another.
 
-Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the
-weighted sum over rewards k of (r_ik - mean(r_k)) / std(r_k) of the group; then normalised over the step's samples.
+Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the weighted sum over
+rewards k of (r_ik - mean(r_k)) / std(r_k) of the group, then normalized over the samples of the step.
 """
 
 from __future__ import annotations

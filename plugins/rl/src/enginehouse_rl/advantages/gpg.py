@@ -1,9 +1,9 @@
-"""GPG compares a reward with its group's mean, and enlarges the advantages the fewer groups have anything to learn
+"""GPG compares a reward with its group's mean, and enlarges the advantages if fewer groups have something to learn
 from.
 
-Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i -
-mean(r)), alpha = B / (B - M), where M of the step's B samples are of groups with equal rewards, whose gradient is 0.
-With the loss `policy_gradient`. A KL term in the reward is no difference to learn from, and is not multiplied.
+Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i - mean(r)),
+alpha = B / (B - M). M of the step's B samples belong to groups with equal rewards, whose gradient is 0. It is used with
+the loss `policy_gradient`. A KL term in the reward is not multiplied, because it is no difference to learn from.
 """
 
 from __future__ import annotations

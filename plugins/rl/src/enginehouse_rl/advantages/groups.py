@@ -1,4 +1,4 @@
-"""Rewards by group, because samples of one prompt are judged against each other."""
+"""Statistics of rewards by group, because samples of one prompt are compared with each other."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def kl_distances(batch: Batch) -> torch.Tensor:
     """Return for each row the distance of its KL penalty from the mean of its group, float64 `(rows,)`; 0 without a
     penalty.
 
-    It is subtracted from the advantage as it is. Among the rewards it would be divided by their deviation, and so count
-    more the less the rewards differ. If all were equal it would count fully, however small its coefficient.
+    The distance is subtracted from the advantage unscaled. As a part of the rewards it would be divided by their
+    deviation, and so count more if the rewards differ less. If all rewards were equal it would count fully, however
+    small its coefficient.
 
     Args:
-        batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` where there is a KL term in the reward.
+        batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` if there is a KL term in the reward.
     """
     if KL_PENALTY not in batch:
         return torch.zeros(len(batch), dtype=torch.float64)

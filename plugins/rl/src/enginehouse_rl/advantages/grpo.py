@@ -1,8 +1,8 @@
 """GRPO credits a sample with the distance of its reward from its group's mean, in standard deviations.
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same
-for every token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
-A KL term in the reward is compared within the group as well, and not divided: the deviation is that of the rewards.
+for every token of the response. `scale=False` omits the division: Dr. GRPO (Liu et al. 2025), section 3. A KL term in
+the reward is also compared within the group, but not divided, because the deviation is that of the rewards.
 """
 
 from __future__ import annotations

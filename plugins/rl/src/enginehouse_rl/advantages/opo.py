@@ -1,7 +1,7 @@
-"""OPO compares a reward with its group's mean, in which samples are weighted by their length.
+"""OPO compares a reward with the mean of its group, in which samples are weighted by their length.
 
-Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline": A_i = r_i - sum(l_j * r_j) / sum(l_j), the
-baseline of least variance where a response's squared gradient grows with its length.
+Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline": A_i = r_i - sum(l_j * r_j) / sum(l_j). This
+baseline has the least variance if the squared gradient of a response grows with its length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Process rewards credit a token with the steps that end after it, each judged among its group's steps.
+"""Process rewards credit a token with all steps that end after it. Each step is compared with the steps of its group.
 
-Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group,
-A_t = sum over the steps that end at t or later of (r - mean(R)) / std(R).
+Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group, A_t =
+sum over the steps that end at t or later of (r - mean(R)) / std(R).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
     """Add `advantages` float32 by token.
 
-    A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward. Without
-    `token_rewards` this is `grpo`. So a step that is worth nothing needs a reward other than 0. A KL term in the reward
-    belongs to no step: as in `grpo`, all tokens of a row are credited with it.
+    A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward. Therefore a
+    step that is worth nothing needs a reward other than 0. Without `token_rewards` this is `grpo`. A KL term in the
+    reward belongs to no step: as in `grpo`, all tokens of a row are credited with it.
 
     Args:
         batch: samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32 and

@@ -1,8 +1,8 @@
-"""REINFORCE++ credits a token with the rewards from there on, normalised over all tokens of the step.
+"""REINFORCE++ credits a token with the rewards from that token on, normalized over all tokens of the step.
 
-Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
-each token's KL term among them; advantages are the returns of the whole batch, normalised. In a step whose rewards are
-all equal, normalising scales the KL term to that size, whatever its coefficient.
+Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on, including
+each token's KL term; advantages are the normalized returns of the whole batch. In a step with equal rewards, only the
+KL term differs, so normalizing scales it to full size, whatever its coefficient.
 """
 
 from __future__ import annotations

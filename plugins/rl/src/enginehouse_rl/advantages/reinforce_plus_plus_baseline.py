@@ -1,8 +1,9 @@
-"""REINFORCE++ with a baseline compares a reward with its group's mean, in deviations of all tokens of the step.
+"""REINFORCE++ with a baseline compares a reward with its group's mean, in standard deviations of all tokens of the
+step.
 
-Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. The group gives the mean alone: what is divided by is
-not its deviation, which is noisy and is 0 where all rewards are equal, but that of the whole batch. A KL term in the
-reward, which the paper has in the loss, is compared within the group as well, and not divided.
+Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. Only the mean comes from the group. Its deviation is
+noisy, and 0 if all rewards are equal, so the deviation of the whole batch is the divisor. A KL term in the reward,
+which the paper has in the loss, is also compared within the group, but not divided.
 """
 
 from __future__ import annotations

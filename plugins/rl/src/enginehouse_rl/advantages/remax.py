@@ -1,7 +1,7 @@
 """ReMax credits a sample with its rewards minus the reward of the greedy response to its prompt.
 
-Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. Each prompt is answered
-once more for it, and that answer is not trained on.
+Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. For the baseline the policy
+answers each prompt once more, and this response is not trained on.
 """
 
 from __future__ import annotations

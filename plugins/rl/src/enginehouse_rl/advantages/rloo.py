@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def rloo(batch: Batch) -> Batch:
     """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
 
-    A group of one has no baseline: its advantage is 0.
+    A group with one sample has no baseline, so its advantage is 0.
     """
     sizes, distances, _ = group_statistics(batch["reward"], batch["group"])
     return batch.with_columns(advantages=(distances * sizes / (sizes - 1).clamp(min=1)).float())

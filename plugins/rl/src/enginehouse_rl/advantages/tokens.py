@@ -1,7 +1,7 @@
-"""Rewards and credits of single tokens. The counted tokens of a row are the states of an episode in their order.
+"""Rewards and credits of single tokens. All values here are float64.
 
-Other tokens between them, such as a tool's answer, are no states: the next state of a turn's last token is the first
-counted token of the next turn. All values here are float64.
+The counted tokens of a row are the states of an episode, in their order. Other tokens between them, such as a tool's
+result, are no states: after the last token of a turn, the next state is the first counted token of the next turn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Makes tasks of lm-eval, and has them write the prompts of a benchmark.
+"""Creates tasks of lm-eval, and lets them write the prompts of a benchmark.
 
-lm-eval's own run is `lm_eval.simple_evaluate`. The same generators are seeded here, so that the prompts are the same.
+In lm-eval itself, `lm_eval.simple_evaluate` does this. The same random generators are seeded here, so that the prompts
+are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Item(NamedTuple):
     """An item of a benchmark.
 
     Attributes:
-        task: the task of lm-eval that it belongs to.
+        task: the lm-eval task that it belongs to.
         doc: the row of the data set, as the task has prepared it.
         prompt: the prompt: text, or chat messages for a chat template.
     """
@@ -39,12 +40,10 @@ class Item(NamedTuple):
 
 
 class BenchmarkItems(NamedTuple):
-    """The items of a benchmark, and how its responses are drawn as published.
+    """The items of a benchmark, and how to generate the responses.
 
     Attributes:
-        items: the items.
         until: strings before which a response ends.
-        max_tokens: the most tokens of a response.
         description: the version of the task and its number of shots, for people.
     """
 
@@ -55,33 +54,32 @@ class BenchmarkItems(NamedTuple):
 
 
 def list_tasks(name: str) -> list[str]:
-    """Return the names of the tasks of lm-eval that a benchmark is: its task, or those of its group."""
+    """Return the names of the lm-eval tasks that a benchmark consists of: its task, or the tasks of its group."""
     task = BENCHMARKS[name].task
     members = (_open_folder(name).task_index[task].cfg or {}).get("task")
     return members if isinstance(members, list) else [task]
 
 
 def make_tasks(name: str, tasks: Sequence[str], **settings: Any) -> list[ConfigurableTask]:
-    """Return tasks of a benchmark, with some settings in the place of theirs."""
+    """Return tasks of a benchmark, with some of their settings replaced."""
     group = {"group": "enginehouse", "task": [{"task": task, **settings} for task in tasks]}
     return list(_open_folder(name).load([group])["tasks"].values())
 
 
 @functools.cache
 def _open_folder(name: str) -> lm_eval.tasks.TaskManager:
-    """Return the loader of only the tasks in a benchmark's folder, because lm-eval has some ten thousand others."""
+    """Return a loader of only the tasks in a benchmark's folder, because lm-eval has some ten thousand others."""
     folder = Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name].folder
     return lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
 
 
 @functools.lru_cache
 def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> BenchmarkItems:
-    """Return the items of a benchmark, once for each process: a run reads what its plan has read.
+    """Return the items of a benchmark. They are read once per process, so that a run reuses what its plan has read.
 
     Args:
-        name: the benchmark.
-        folder: the files of its data set.
-        limit: the most items of each task; None: all.
+        folder: the directory with the benchmark's data set.
+        limit: the maximum number of items of each task; None: all.
         is_chat: true if prompts are chat messages, with the shots as earlier turns; false if they are plain text.
 
     Raises:
@@ -123,13 +121,13 @@ def _list_items(task: ConfigurableTask, limit: int | None, is_chat: bool) -> Ite
 
 
 def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
-    """Return the messages themselves in the place of a template's text: the tokens are made as those of any chat."""
+    """Return the messages unchanged instead of a template's text, because they are tokenized like those of any chat."""
     return messages
 
 
 @contextmanager
 def _fix_seeds() -> Iterator[None]:
-    """Seed `random`, by which lm-eval shuffles the choices of a question, and leave it as it was."""
+    """Seed `random`, by which lm-eval shuffles the choices of a question, and restore its state afterwards."""
     state = random.getstate()
     random.seed(DEFAULT_RANDOM_SEED)
     try:
@@ -140,7 +138,7 @@ def _fix_seeds() -> Iterator[None]:
 
 @contextmanager
 def _hide_bars() -> Iterator[None]:
-    """Keep `datasets` from drawing bars."""
+    """Prevent `datasets` from drawing progress bars."""
     quiet = datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -151,11 +149,9 @@ def _hide_bars() -> Iterator[None]:
 
 
 def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
-    """Return a task of a benchmark that scores responses, and needs no data set for that.
+    """Return a task of a benchmark that scores responses, which needs no data set.
 
     Args:
-        name: the benchmark.
-        task: the task.
         doc: an item, from which the task learns the columns.
     """
     rows = datasets.Dataset.from_list([doc])
@@ -167,7 +163,7 @@ def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
 
 
 class _EverySplit(dict[str, Any]):
-    """A data set of which every split has the same rows."""
+    """A data set in which every split has the same rows."""
 
     def __init__(self, rows: datasets.Dataset):
         super().__init__()

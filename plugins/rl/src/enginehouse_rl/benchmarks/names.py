@@ -1,7 +1,7 @@
-"""The benchmarks that a model is evaluated on by name, and which task of lm-eval each of them is.
+"""The benchmarks by which a model can be evaluated, with the lm-eval task of each.
 
-lm-eval writes the prompts and scores the responses. It is imported by the modules beside this one, where a run has a
-benchmark.
+lm-eval writes the prompts and scores the responses. The other modules of this package import it, and they are imported
+only if a run has a benchmark.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import NamedTuple
 from enginehouse.errors import ConfigError, nearest
 
 INSTALL = "pip install 'enginehouse-rl[benchmarks]'"
-"""The command that brings lm-eval with what its tasks need."""
+"""The command that installs lm-eval with everything that its tasks need."""
 
 FILES = ("README.md", "*.parquet", "*.jsonl", "*.json", "*.csv")
-"""Patterns of the files of a data set that are fetched, all of them: those of the benchmarks are small."""
+"""Patterns of the files of a data set. All matching files are fetched, because benchmark data sets are small."""
 
 
 class Benchmark(NamedTuple):
     """A benchmark.
 
     Attributes:
-        task: the task of lm-eval, or the group of tasks.
-        folder: folder of the task in lm-eval, below its folder of tasks.
+        task: the lm-eval task, or group of tasks.
+        folder: folder of the task, below lm-eval's folder of tasks.
         repository: the name of the data set on the hub.
-        metric: the metric of lm-eval that is the reward of a response.
-        filter: the filter of lm-eval that finds the answer for this metric.
+        metric: the lm-eval metric that is the reward of a response.
+        filter: the lm-eval filter that extracts the answer for this metric.
     """
 
     task: str
@@ -54,17 +54,16 @@ SEVERAL = {"aime": ("aime24", "aime25")}
 
 
 NEEDED = {"math500": ("math_verify", "sympy", "antlr4"), "ifeval": ("langdetect", "immutabledict", "nltk")}
-"""The packages that a benchmark needs beside lm-eval, as they are imported."""
+"""The packages that a benchmark needs besides lm-eval, by the names with which they are imported."""
 SENTENCES = "punkt_tab"
-"""The data by which NLTK tells sentences apart."""
+"""The data with which NLTK splits text into sentences."""
 
 
 class BenchmarkName(NamedTuple):
     """A benchmark as a config names it: `gsm8k`, or with a revision of its data set `gsm8k@main`.
 
     Attributes:
-        name: its name in `BENCHMARKS`.
-        revision: the branch, tag or commit of its data set; None where none is named.
+        revision: branch, tag or commit of the data set; None if the config names none.
     """
 
     name: str
@@ -82,14 +81,16 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
     """Return the benchmarks that some texts name, each once.
 
     Raises:
-        ValueError: a text names none, or one that another text names with another revision.
+        ValueError: a text names no benchmark, or a benchmark that another text names with another revision.
     """
     benchmarks: dict[str, BenchmarkName] = {}
     for text in texts:
         name, at, revision = text.strip().partition("@")
         if name in SEVERAL and at:
             parts = ", ".join(f"{part}@REVISION" for part in SEVERAL[name])
-            raise ValueError(f"{text!r}: {name} has several data sets, and a revision is of one: write {parts}")
+            raise ValueError(
+                f"{text!r}: {name} has several data sets, and a revision belongs to one of them: write {parts}"
+            )
         if (name not in BENCHMARKS and name not in SEVERAL) or (at and not revision):
             raise ValueError(f"unknown benchmark {text!r}. {nearest(name, [*BENCHMARKS, *SEVERAL])}")
         for part in SEVERAL.get(name, (name,)):
@@ -100,10 +101,10 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
 
 
 def check_installed(names: Iterable[BenchmarkName]) -> None:
-    """Check that lm-eval is installed, with what the benchmarks need besides.
+    """Check that lm-eval and the other packages that the benchmarks need are installed.
 
     Raises:
-        ConfigError: a package is missing, or the data that splits texts into sentences.
+        ConfigError: a package, or the data for splitting texts into sentences, is missing.
     """
     for name, _ in names:
         packages = ("lm_eval", *NEEDED.get(name, ()))
@@ -114,10 +115,10 @@ def check_installed(names: Iterable[BenchmarkName]) -> None:
 
 
 def _check_sentences(name: str) -> None:
-    """Check that NLTK can tell sentences apart, by data that it downloads where there is a network.
+    """Check that NLTK can split texts into sentences, with data that it downloads if there is a network.
 
     Raises:
-        ConfigError: they are not there, and cannot be downloaded.
+        ConfigError: the data is missing and cannot be downloaded.
     """
     import nltk
 
@@ -127,7 +128,8 @@ def _check_sentences(name: str) -> None:
         output = io.StringIO()
         if not nltk.download(SENTENCES, quiet=True, print_error_to=output):
             raise ConfigError(
-                f"the benchmark {name} counts sentences by NLTK's data {SENTENCES}, which are not here, and cannot be "
-                f"downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): call `python -m "
-                f"nltk.downloader -d FOLDER {SENTENCES}` where there is a network, and set NLTK_DATA to the folder"
+                f"the benchmark {name} counts sentences with NLTK's data {SENTENCES}, which is not installed and "
+                f"cannot be downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): run `python "
+                f"-m nltk.downloader -d FOLDER {SENTENCES}` on a machine with a network, and set NLTK_DATA to the "
+                "folder"
             ) from None

@@ -1,5 +1,3 @@
-"""Tokenizes the prompts of a benchmark as those of any held-out file."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -15,19 +13,16 @@ from enginehouse_rl.data.rendering import Counted, Renderer, skip_counting
 def load_prompts(
     name: str, source: BenchmarkItems, tokenizer: Any, system: str | None, counted: Counted = skip_counting
 ) -> Batch:
-    """Return the prompts of a benchmark; columns as `PromptDataset.rows` gives them.
+    """Tokenize the prompts of a benchmark, like those of any held-out file; columns as in `PromptDataset.rows`.
 
-    The column `columns` has what `enginehouse_rl.benchmarks.scoring.score` takes.
+    The column `columns` has the arguments of `enginehouse_rl.benchmarks.scoring.score`.
 
     Args:
-        name: the benchmark.
-        source: its items.
-        tokenizer: the model's.
-        system: the system message of chats that begin with none; None: they have none.
-        counted: shows how many are done.
+        tokenizer: the model's tokenizer.
+        system: the system message for chats that begin without one; None: none is added.
 
     Raises:
-        DataError: the chat template refuses messages.
+        DataError: the chat template rejects messages.
     """
     renderer = Renderer(tokenizer, None, system)
     prompts = [item.prompt for item in source.items]

@@ -1,4 +1,4 @@
-"""The reward of responses to a benchmark: lm-eval finds the answer in a response and compares it."""
+"""The reward of responses to a benchmark: lm-eval extracts the answer from a response and compares it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from enginehouse_rl.benchmarks.names import BENCHMARKS
 from enginehouse_rl.benchmarks.ratios import OF, RIGHT
 
 INVALID = "[invalid]"
-"""The answer of a filter of lm-eval that finds none."""
+"""The result of an lm-eval filter that finds no answer."""
 
 
 def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict[str, Any]:
-    """Return the score of a response by the benchmark's own metric, and every metric of lm-eval beside it.
-
-    Args:
-        response: the response, whole.
-        benchmark: the benchmark.
-        task: the task of lm-eval that the item belongs to.
-        doc: the item.
-    """
+    """Return the score of a response by the benchmark's own metric, and all other lm-eval metrics of it."""
     scorer, chosen = _find_scorer(benchmark, task, doc), BENCHMARKS[benchmark]
     request = scorer.construct_requests(doc=doc, ctx="", metadata=(task, 0, 1))
     assert isinstance(request, Instance)  # each of these tasks generates text
@@ -44,14 +37,14 @@ def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict
 
 
 def _list_figures(name: str, value: Any) -> dict[str, float]:
-    """Return a metric of an item as figures; of a list of verdicts, how many are right, and of how many."""
+    """Return a metric of an item as numbers; for a list of verdicts, the number of right verdicts and of all."""
     if isinstance(value, list):
         return {name + RIGHT: float(sum(value)), name + OF: float(len(value))}
     return {name: float(value)}
 
 
 def _name_answer(answer: Any, filter_name: str) -> dict[str, str]:
-    """Return the answer that a filter found in a response; none where the whole response is compared."""
+    """Return the answer that a filter extracted from a response; empty if the whole response is compared."""
     return {"answer": answer} if filter_name != "none" and answer != INVALID else {}
 
 
@@ -59,7 +52,7 @@ _scorers: dict[tuple[str, str], ConfigurableTask] = {}
 
 
 def _find_scorer(benchmark: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
-    """Return what scores a task's responses, made for the first of them."""
+    """Return the scorer of a task's responses, which is created for the first response."""
     if (benchmark, task) not in _scorers:
         _scorers[benchmark, task] = make_scorer(benchmark, task, doc)
         if benchmark == "math500":

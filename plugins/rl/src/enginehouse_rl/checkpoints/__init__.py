@@ -1,9 +1,10 @@
 """Checkpoints of a run: their contents, their paths, and the newest complete one.
 
-A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It has a folder for each trained role,
-which that role's engine wrote and reads, and `loop.json` with the state of the loop, its config and data, and the
-digests of all files. `store` puts it there, and `enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is
-complete if all its files are as they were written. To check this, every byte is read before a process starts.
+A checkpoint is a directory `checkpoints/step-000100/` in the run directory. It contains a folder for each trained role,
+which the role's engine writes and reads, and `loop.json` with the state of the loop, its config and data, and the
+digests of all files. `store` creates checkpoints, and `enginehouse_rl.loop.checkpoint_writer` decides when. A
+checkpoint is complete if all its files are unchanged since they were written. To check this, every byte is read before
+a process starts.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from enginehouse_rl.data.digests import file_digests, text_digest
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""The directory in a run directory that holds its checkpoints."""
+"""The directory of the checkpoints in a run directory."""
 LOOP_FILE = "loop.json"
 FORMAT = 2
-"""Raised when older code would misread `loop.json`; its own digest stays as it is. Format 1 had no digests."""
+"""Version of `loop.json`, raised if older code would misread the file; it keeps its digest. Format 1 had no digests."""
 LARGE_BYTES = 4 * 2**30
-"""Reading a checkpoint larger than this is announced, as it may take a while."""
+"""Reading a checkpoint larger than this is announced, because it may take a while."""
 
 Files = Mapping[str, tuple[int, str]]
-"""Size in bytes and digest of each file of a checkpoint, by its path in it."""
+"""Size in bytes and digest of each file of a checkpoint, by its path in the checkpoint."""
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -41,20 +42,19 @@ class Checkpoint:
     """The state of a loop after a step.
 
     Attributes:
-        path: its directory.
-        step: the last step whose update is in it.
+        step: the last step whose update it contains.
         elapsed_seconds: elapsed seconds of the run when it was written.
         loop: the loop's own state, as plain data.
-        config: the run's config then, as plain data.
+        config: the run's config at that time, as plain data.
         kind: the command that runs such a config, `"train"` or another of `enginehouse_rl.config.schema.SCHEMAS`.
-        data: digests of the files of training data, by path as the config has it; empty in format 1.
-        models: digests of the models that roles began from (`model_digest`), by path as the config has it; empty if an
-            older enginehouse wrote it.
+        data: digests of the training files, by their paths in the config; empty in format 1.
+        models: digests of the models from which roles started (`model_digest`), by their paths in the config; empty if
+            an older enginehouse wrote it.
         files: size in bytes and digest of each file, by its path in the directory; empty in format 1.
-        roles: the roles whose state is in it, each in a folder of its name.
+        roles: the roles whose state it contains, each in a folder of its name.
         passed_over: damaged checkpoints of later steps, which this checkpoint replaces.
-        record: record of the run just before this checkpoint was looked for; if it has changed, another process has
-            resumed the run.
+        record: record of the run, read just before this checkpoint was looked for. If it has changed, another process
+            has resumed the run.
     """
 
     path: Path
@@ -71,11 +71,10 @@ class Checkpoint:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def state_of(self, role: str) -> Path:
-        """Return the folder that a role's engine wrote."""
         return self.path / role
 
     def encoded(self) -> str:
-        """Return the content of `loop.json`, with a digest of itself."""
+        """Return the content of `loop.json`, including its own digest."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -92,10 +91,10 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read `loop.json` in the directory `path`, and look at no other file.
+        """Read `loop.json` in the directory `path`, and no other file.
 
         Raises:
-            ConfigError: it is of a later version of enginehouse.
+            ConfigError: a later version of enginehouse wrote it.
             OSError, ValueError, KeyError, TypeError: it is damaged.
         """
         try:
@@ -120,10 +119,10 @@ class Checkpoint:
         )  # fmt: skip
 
     def check_files(self) -> None:
-        """Check that every file is what was written, to the byte.
+        """Check that every byte of every file is what was written.
 
         Raises:
-            OSError, ValueError: one is not.
+            OSError, ValueError: a file differs.
         """
         if not self.roles:
             raise ValueError("no role's folder is there")
@@ -137,7 +136,7 @@ class Checkpoint:
             if (size_found := file.stat().st_size) != size:
                 raise ValueError(f"{name} has {size_found} bytes, {size} were written")
         if (total := sum(size for size, _ in self.files.values())) > LARGE_BYTES:
-            log.warning("reading all %.1f GiB of %s, to see that it is whole", total / 2**30, self.path)
+            log.warning("reading all %.1f GiB of %s to check that it is intact", total / 2**30, self.path)
         digests = file_digests(self.path / name for name in self.files)
         for name, (_, digest) in self.files.items():
             if digests[str(self.path / name)] != digest:
@@ -145,10 +144,11 @@ class Checkpoint:
 
 
 def digest_files(directory: Path) -> dict[str, tuple[int, str]]:
-    """Return size and digest of each file that lies in `directory`, for `Checkpoint.files`; all are on disk then.
+    """Return size and digest of each file in `directory`, for `Checkpoint.files`, and ensure that all files are on
+    disk.
 
     Raises:
-        OSError: one cannot be read, or not be written to disk.
+        OSError: a file cannot be read, or not be written to disk.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = file_digests(files, to_disk=True)
@@ -156,22 +156,21 @@ def digest_files(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _list_folders(directory: Path) -> list[str]:
-    """Return the roles of a checkpoint of an earlier enginehouse, which does not name them."""
+    """Return the roles of a checkpoint of an earlier enginehouse, which did not record them."""
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of `content` as JSON reads it back, where all keys are strings."""
+    """Return the digest of `content` as JSON reads it back, with strings for all keys."""
     return text_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True))
 
 
 def name_checkpoint(step: int) -> str:
-    """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return the directories of a run's checkpoints, `(step, path)`, the newest first."""
+    """Return the directories of a run's checkpoints as `(step, path)`, newest first."""
     checkpoints = directory / CHECKPOINTS
     entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
     matches = [(match, entry) for entry in entries if (match := _STEP.fullmatch(entry.name))]
@@ -182,7 +181,7 @@ def find_newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict
     """Return the newest complete checkpoint of a run, or None, and the problem of each newer checkpoint.
 
     Raises:
-        ConfigError: it is of a later version of enginehouse.
+        ConfigError: a later version of enginehouse wrote it.
     """
     damaged: dict[Path, str] = {}
     for _, path in list_checkpoints(run_directory):

@@ -1,4 +1,4 @@
-"""Puts checkpoints into a run directory, each completely or not at all, and keeps only the newest."""
+"""Writes checkpoints to a run directory atomically, and keeps only the newest ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class CheckpointStore:
     """The checkpoints in a run directory. The first `stage` creates the directory.
 
     Args:
-        run_directory: the run directory.
         newest_step: step of the checkpoint from which the run resumes.
-        kept: the number of checkpoints to keep: the newest, and the ones before it in case the newest is damaged.
+        kept: the number of newest checkpoints to keep. Older ones serve if the newest is damaged.
 
     Attributes:
         newest_step: step of the newest checkpoint that was published or resumed from; None before the first.
@@ -44,14 +43,14 @@ class CheckpointStore:
     def clear_partial(self) -> None:
         """Delete the remains of interrupted writes. No process may be writing.
 
-        Nothing is restored, because a run writes no step's checkpoint twice, and a checkpoint that came back after the
-        run had been cut to an earlier step would lack the metrics up to it.
+        Nothing is restored, because a run writes no step's checkpoint twice. If a checkpoint came back after the run
+        had been cut to an earlier step, the metrics up to it would be missing.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside(self, damaged: Iterable[Path]) -> None:
-        """Rename damaged checkpoints, so that they are not mistaken for checkpoints of coming steps."""
+        """Rename damaged checkpoints, so that they are not mistaken for checkpoints of later steps."""
         for path in damaged:
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -59,19 +58,20 @@ class CheckpointStore:
             log.warning("the damaged checkpoint %s is now %s, and can be deleted", path, aside.name)
 
     def stage(self, step: int) -> Path:
-        """Make a new directory, in which each trained role's engine is to write a folder of the role's name."""
+        """Create a new directory, in which each trained role's engine then writes a folder of the role's name."""
         staged = self._directory / f".{name_checkpoint(step)}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
     def publish(self, staged: Path, checkpoint: Checkpoint, files: Files | None = None) -> Path:
-        """Make a staged directory, which has the roles' state, the checkpoint of its step, and delete the oldest ones.
+        """Turn a staged directory, which contains the roles' state, into the checkpoint of its step, and delete the
+        oldest ones.
 
         Args:
-            staged: directory that `stage` made.
+            staged: directory that `stage` created.
             checkpoint: checkpoint to write beside the roles' state; its path and files are ignored.
             files: the result of `digest_files(staged)`, which reads every byte; None: it is computed here. Empty: there
-                was no time for it, and none is spent on ensuring that the files are on disk.
+                was no time for it, so it is not ensured that the files are on disk either.
 
         Raises:
             EnginehouseError: a role's state is missing, because workers and controller share no file system.

@@ -1,4 +1,4 @@
-"""`enginehouse dpo`: a run on preferences, by DPO or KTO, on the same engines."""
+"""`enginehouse dpo`: a run on preferences, by DPO or KTO."""
 
 from __future__ import annotations
 

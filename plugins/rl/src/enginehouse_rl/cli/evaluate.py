@@ -1,4 +1,4 @@
-"""`enginehouse eval`: a model's answers to held-out prompts, without training it."""
+"""`enginehouse eval`: evaluates a model on held-out prompts without training it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The program that replaces a run which was ended by force: it lets observers write their files on the run.
+"""The program that replaces a run which was ended by force. It lets observers write their files about the run.
 
-`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE, at the latest after `SECONDS` or at a signal.
+`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE, after at most `SECONDS` or at a signal.
 """
 
 import contextlib
@@ -12,11 +12,10 @@ from enginehouse.controller.interruption import SIGNALS
 from enginehouse_rl.cli.session import tell_recorded
 
 SECONDS = 10
-"""The most that observers may take, since the user wants the run to be over."""
+"""Time limit for observers, because the user wants the run to be over."""
 
 
 def main() -> None:
-    """Run the program."""
     code, directory = int(sys.argv[1]), sys.argv[2]
     for number in (*SIGNALS, signal.SIGALRM):
         signal.signal(number, lambda *_: os._exit(code))

@@ -15,7 +15,7 @@ COLUMNS = ("key", "type", "default", "description")
 
 
 class ReferenceSection(NamedTuple):
-    """A section at the top of a config, as the reference shows it."""
+    """A top-level section of a config, as the reference shows it."""
 
     name: str
     summary: str
@@ -62,7 +62,7 @@ def _list_sections(schema: type[Section]) -> list[ReferenceSection]:
 
 
 def _choose(sections: list[ReferenceSection], prefix: str) -> list[ReferenceSection]:
-    """Return the sections with the keys that are `prefix`, or in it."""
+    """Return the sections that contain the key `prefix` or keys inside it, with only these keys."""
     from enginehouse.errors import ConfigError, nearest
 
     chosen = []

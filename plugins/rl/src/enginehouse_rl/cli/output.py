@@ -1,4 +1,4 @@
-"""Options that the commands which run a config share."""
+"""Options that are common to all commands which run a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--quiet` and `--json` to a command, which gets `show`: `"quiet"`, the receiver of events, or None.
 
-    From here on only events are written to standard output, because imports for a plan may write there already.
+    With `--json`, only events are written to standard output from here on, because imports for a plan may already
+    print.
     """
 
     @click.option("-q", "--quiet", is_flag=True, help="Print only the final result.")
@@ -37,7 +38,7 @@ def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def training_command(run: Callable[..., None]) -> click.Command:
-    """Make a command of a function that runs a config: `run(config, overrides, resume, show)`."""
+    """Make a command from a function that runs a config: `run(config, overrides, resume, show)`."""
     resume = click.option(
         "--resume", is_flag=True, help="Continue the run in run.directory from its newest checkpoint."
     )

@@ -1,4 +1,4 @@
-"""`enginehouse plan`: check a config and say what it would do."""
+"""`enginehouse plan`: checks a config and describes the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 GPU_KINDS = "H100, H200, B200, A100, A100-40, L40S, A6000, A10, L4 or RTX4090"
-"""Keys of `GPUS_GIB`, written out so that `--help` need not import the planner."""
+"""The keys of `GPUS_GIB`, repeated here so that `--help` need not import the planner."""
 
 
 @click.command()

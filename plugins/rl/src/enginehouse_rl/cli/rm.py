@@ -1,4 +1,4 @@
-"""`enginehouse rm`: a run that trains a reward model, on the same engines."""
+"""`enginehouse rm`: a run that trains a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train`, `sft`, `dpo`, `rm` and `eval` share this way of a run from its plan to its final report."""
+"""Takes a run from its plan to its final report, for `train`, `sft`, `dpo`, `rm` and `eval`."""
 
 from __future__ import annotations
 
@@ -39,30 +39,29 @@ TRAINERS = {
     "dpo": "enginehouse_rl.preferences.loop:trainer",
     "rm": "enginehouse_rl.preferences.loop:trainer",
 }
-"""Makers of the trainers, by the command."""
+"""The function or class that makes the trainer of each command."""
 
 
 class Runnable(Protocol):
-    """Runs a plan."""
+    """A trainer of a plan."""
 
     def run(self) -> object:
         """Run to the end."""
 
 
 def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable], *, show: Show = None) -> None:
-    """Build the trainer, make the run directory, run the plan, and report how it ended.
+    """Build the trainer, create the run directory, run the plan, and report how it ended.
 
     Args:
-        plan: The plan to run.
-        build: Makes the trainer, which then reads its data. It imports what it needs itself, so that a refused plan
-            never pays for it. The run directory is made afterwards, so that bad data does not cost an earlier run.
-        show: `"quiet"` shows nothing while the plan runs, a callable gets the events instead, and None shows what the
-            terminal can.
+        build: Makes the trainer, which then reads its data. It does its own imports, so that a rejected plan never pays
+            for them. The run directory is created after it, so that wrong data does not cost an earlier run.
+        show: `"quiet"`: shows nothing while the plan runs; a callable: gets the events instead; None: shows what the
+            terminal can show.
 
     Raises:
         UserError: The run failed because of a user's mistake, here or on a worker.
         EnginehouseError: The run failed.
-        SystemExit: The run was interrupted; the code is 128 plus the number of the signal, 130 for Ctrl-C.
+        SystemExit: The run was interrupted. The code is 128 plus the number of the signal, 130 for Ctrl-C.
     """
     from enginehouse_rl.runs import Progress
 
@@ -125,7 +124,7 @@ def _make_run_directory(plan: RunPlan) -> RunDirectory:
 
 
 def _make_interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
-    """Return the handling of signals, which records and reports a run that is ended by force."""
+    """Return the signal handling, which records and reports a run that is ended by force."""
     from enginehouse_rl.runs import describe_saved
 
     def report() -> None:
@@ -153,7 +152,7 @@ def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outc
 
 
 def tell_recorded(directory: str, outcome: Outcome) -> None:
-    """Call the observers' `run_recorded` on an ended run's directory; their errors do not fail the run."""
+    """Call the observers' `run_recorded` on the directory of a run that has ended. Their errors do not fail the run."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.errors import PluginError
 
@@ -244,7 +243,7 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
 
 
 def run_config(command: str, config: str, overrides: Sequence[str], *, resume: bool, show: Show) -> None:
-    """Plan and run a config of `enginehouse train`, `sft`, `dpo` or `rm`; errors are those of `run_plan`."""
+    """Plan and run a config of `enginehouse train`, `sft`, `dpo` or `rm`. Errors are those of `run_plan`."""
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS
     from enginehouse_rl.plan.plan import PLANS

@@ -1,4 +1,4 @@
-"""`enginehouse sft`: a supervised run, on the same engines."""
+"""`enginehouse sft`: a supervised run."""
 
 from __future__ import annotations
 

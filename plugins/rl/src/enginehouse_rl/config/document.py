@@ -1,7 +1,7 @@
-"""Reads YAML with the line of every key, and writes it so that it reads back the same.
+"""Reads YAML with the line of every key, and writes YAML so that it reads back the same.
 
-Plain scalars follow YAML 1.2, not the 1.1 that PyYAML speaks: `1e-5` is a number, `on`, `yes` and `off` are
-strings, `0777` is seven hundred and seventy-seven, `12:30` and `2026-01-01` are strings.
+Plain scalars follow YAML 1.2, and not YAML 1.1 as in PyYAML: `1e-5` is a number; `on`, `yes` and `off` are strings;
+`0777` is seven hundred and seventy-seven; `12:30` and `2026-01-01` are strings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, which refuses a key that stands twice in one mapping."""
+    """SafeLoader with the scalars of YAML 1.2. It rejects a key that occurs twice in one mapping."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
@@ -54,14 +54,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes whatever either version of YAML would not read as a string."""
+    """SafeDumper that quotes any string that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_str(dumper: _Dumper, value: str) -> yaml.Node:
-    """Write a string; one with a rare line break is escaped, since readers disagree on where it breaks."""
+    """Write a string. Escape it if it has a rare line break, because YAML readers treat these differently."""
     style = '"' if any(character in value for character in _RARE_BREAKS) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -78,7 +78,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read one YAML document.
 
     Args:
-        text: the document; an empty one is None.
+        text: the document; an empty document is None.
         source: the document's name in errors: a path, or an override.
 
     Returns:
@@ -105,7 +105,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def dump(value: Any) -> str:
-    """Write mappings, lists and scalars as YAML that `parse` reads back equal, keys in their order."""
+    """Write mappings, lists and scalars as YAML that `parse` reads back equal, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
 
 

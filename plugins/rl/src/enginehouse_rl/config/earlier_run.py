@@ -1,4 +1,4 @@
-"""Reads what an earlier run left in a run directory, where any file may be damaged."""
+"""Reads the files that an earlier run left in a run directory. Any file may be damaged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from enginehouse_rl.checkpoints import list_checkpoints
 from enginehouse_rl.config.counting import count
 
 RUN_MARKER = "run.json"
-"""The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
+"""The file that marks a run directory. Directories without it are never deleted."""
 
 
 def read_record(directory: Path) -> Mapping[str, Any]:
-    """Return the content of a run's `run.json`; empty if that is damaged or missing."""
+    """Return the content of a run's `run.json`; empty if it is damaged or missing."""
     try:
         content = decode_json((directory / RUN_MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -24,18 +24,18 @@ def read_record(directory: Path) -> Mapping[str, Any]:
 
 
 def count_steps(record: Mapping[str, Any]) -> int:
-    """Return the steps that a run took, by its record; 0 where that does not say."""
+    """Return the number of steps that a run took, from its record; 0 if the record does not say."""
     steps = record.get("steps")
     return steps if isinstance(steps, int) else 0
 
 
 def can_resume(directory: Path) -> bool:
-    """True if the run in a directory did not finish, and left checkpoints to resume from."""
+    """True if the run in a directory did not finish and left checkpoints."""
     return read_record(directory).get("status") != "finished" and bool(list_checkpoints(directory))
 
 
 def describe_outcome(directory: Path) -> str:
-    """Say how the run in a directory ended: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
+    """Describe how the run in a directory ended: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
     record, checkpoints = read_record(directory), list_checkpoints(directory)
     status = record.get("status", "how it ended is not known")
     words = "killed" if status == "running" else str(status)

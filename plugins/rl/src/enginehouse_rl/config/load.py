@@ -1,7 +1,7 @@
-"""Reads a config: one YAML file and dotted overrides. Errors name the key, the place and the cure.
+"""Reads a config: one YAML file and dotted overrides. Errors name the key, its place and the solution.
 
-Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, not to
-the file, as those of a shell are.
+Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, as in a
+shell, and not to the file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Key = tuple[str, ...]
 
 _HYDRA = re.compile(r"\+\+?|~")
 _HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
-"""Prefixes of Hydra's overrides, and their names in `migration.md`."""
+"""The prefixes of Hydra's overrides, and their names in `migration.md`."""
 
 MISTYPED = 0.85
-"""Similarity to one of our keys, from 0 to 1, below which a key counts as another project's, as `trainer` does."""
+"""Similarity to one of our keys (0 to 1) below which a key counts as another project's, as `trainer` does."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
@@ -39,13 +39,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
 
     Args:
         path: YAML file; plain scalars follow YAML 1.2 (`enginehouse_rl.config.document`).
-        overrides: `"dotted.key=value"`, the value as YAML: `"rollout.engine.backend=vllm"`, `"train.steps=10"`,
-            `"rollout.sampling.stop=[a, b]"`. A mapping replaces what the file has there; later ones win.
+        overrides: `"dotted.key=value"`, with the value as YAML: `"rollout.engine.backend=vllm"`, `"train.steps=10"`,
+            `"rollout.sampling.stop=[a, b]"`. A mapping replaces the mapping in the file. Later overrides win.
         schema: one of `enginehouse_rl.config.schema.SCHEMAS`.
 
     Raises:
-        ConfigError: the file is missing or malformed, or anything in it or in an override is; all problems of
-            keys and values are listed in one message.
+        ConfigError: the file is missing or malformed, or a key or value in it or in an override is wrong. One message
+            lists all problems of keys and values.
     """
     path = Path(path)
     data, lines = _read(path)
@@ -56,10 +56,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
 
 
 def make_config(data: dict[str, Any], overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
-    """Make a config of plain data and overrides, as `load_config` does of a file.
+    """Make a config from plain data and overrides, as `load_config` does from a file.
 
     Raises:
-        ConfigError: something in an override is wrong.
+        ConfigError: the data or an override is wrong.
     """
     if problems := _override(data, overrides, _Sources({}), schema):
         raise ConfigError(join_problems(problems, "the config"))
@@ -67,31 +67,31 @@ def make_config(data: dict[str, Any], overrides: Sequence[str] = (), schema: typ
 
 
 def _override(data: dict[str, Any], overrides: Sequence[str], sources: _Sources, schema: type[BaseModel]) -> list[str]:
-    """Apply overrides to `data` in place, and check it; return what is wrong with both."""
+    """Apply overrides to `data` in place, and check the result; return the problems of both."""
     problems = [problem for override in overrides for problem in _apply_override(data, override, sources)]
     return problems + check(schema, data, sources)[1]
 
 
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:
-    """True if one of the overrides sets a key, or the section that holds it."""
+    """True if an override sets a key, or the section that contains it."""
     keys = (key, key.rpartition(".")[0])
     return any(override.partition("=")[0].strip() in keys for override in overrides)
 
 
 def dump_config(config: BaseModel) -> str:
-    """Write a config, defaults included, as YAML that loads equal to it."""
+    """Write a config, including defaults, as YAML that loads equal to it."""
     return dump(config.model_dump())
 
 
 @dataclass
 class _Sources:
-    """The line, and the override, in which each key was written, for messages."""
+    """The line and the override in which each key was written, for messages."""
 
     lines: dict[Key, str]
     overridden: dict[Key, str] = field(default_factory=dict)
 
     def locate(self, key: Key) -> str:
-        """Say where `key` was written, and each override inside it; else where the section that holds it was."""
+        """Describe where `key` was written, and each override inside it; otherwise where its section was written."""
         places = [text for place in (self.lines, self.overridden) if (text := place.get(key))]
         places += [text for inner, text in self.overridden.items() if _is_inside(inner, key)]
         for length in range(len(key) - 1, 0, -1):
@@ -101,7 +101,7 @@ class _Sources:
         return ", ".join(places)
 
     def replace(self, key: Key, override: str) -> None:
-        """Note that `key`, with all that is inside it, comes from an override."""
+        """Record that `key`, with everything inside it, comes from an override."""
         for place in (self.lines, self.overridden):
             for replaced in [written for written in place if written == key or _is_inside(written, key)]:
                 del place[replaced]
@@ -131,7 +131,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
-    """Name the commands whose config the file is, without overrides; empty if `schema` fits or none does."""
+    """Name the commands that accept the file, without overrides; empty if `schema` accepts it or none does."""
     data, _ = _read(path)
     fits = [command for command, candidate in SCHEMAS.items() if not check(candidate, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
@@ -142,7 +142,7 @@ def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
 
 
 def _name_nearest(path: Path) -> str:
-    """Name the file that is most like a missing one, or the missing directory; empty if there is neither."""
+    """Name the file with the nearest name to a missing file, or the missing directory; empty if there is neither."""
     folder = path.parent
     if not folder.is_dir():
         return f": its directory {folder} does not exist either (the current directory is {Path.cwd()})"
@@ -151,7 +151,7 @@ def _name_nearest(path: Path) -> str:
 
 
 def _apply_override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
-    """Apply one override to `data` in place, as far as it can be; return what is wrong with it."""
+    """Apply as much as possible of one override to `data` in place; return its problems."""
     dotted, equals, text = override.partition("=")
     prefixed = _HYDRA.match(dotted.strip())
     problems = [f"the override {override!r}: {answer_key(_HYDRA_KEYS[prefixed[0]])}"] if prefixed else []
@@ -182,7 +182,7 @@ def _apply_override(data: dict[str, Any], override: str, sources: _Sources) -> l
 
 
 def _parse_value(text: str, override: str) -> Any:
-    """Parse an override's YAML, where `#` and `&` are text: a command line has neither comments nor anchors."""
+    """Parse an override's YAML. `#` and `&` are text here, because a command line has neither comments nor anchors."""
     plain = text.strip()
     if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
         return plain
@@ -196,14 +196,15 @@ def check(
     prefix: str = "",
     instead: Callable[[str], str] | None = None,
 ) -> tuple[C | None, list[str]]:
-    """Validate `data` against a pydantic model, and describe each problem in words.
+    """Validate `data` against a pydantic model, and describe each problem.
 
     Args:
-        prefix: the dotted key under which `data` stands, for messages: `"actor.engine.options"`.
-        instead: returns advice on a key that `schema` lacks, which it gets dotted and without the prefix; empty: none.
+        prefix: the dotted key of `data`, for messages: `"actor.engine.options"`.
+        instead: returns advice on a key that `schema` lacks, given as a dotted key without the prefix; empty: no
+            advice.
 
     Returns:
-        The model, or None and one message for each problem.
+        The model and no messages, or None and one message for each problem.
     """
     try:
         return schema.model_validate(data), []
@@ -242,7 +243,7 @@ def _describe(
 
 
 def describe_error(detail: Mapping[str, Any], what: str) -> str:
-    """Describe the wrong value of the key `what`, by one of the errors of a pydantic `ValidationError`."""
+    """Describe the wrong value of the key `what`, from one of the errors of a pydantic `ValidationError`."""
     expectation = _EXPECTED.get(detail["type"])
     if expectation is None:
         message = detail["msg"].removeprefix("Value error, ")
@@ -283,11 +284,11 @@ _EXPECTED = {
     "too_short": "at least {min_length} values",
     "too_long": "at most {max_length} values",
 }
-"""The values that are expected, by pydantic's types of errors."""
+"""The expected values, by pydantic's error types."""
 
 
 def _locate(key: Key, sources: _Sources | None) -> str:
-    """Say in brackets where a key was written."""
+    """Return the place where a key was written, in brackets."""
     place = sources.locate(key) if sources else ""
     return f" ({place})" if place else ""
 
@@ -300,7 +301,7 @@ def _join(prefix: str, location: Sequence[str | int]) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a value and its type, as YAML's user knows them."""
+    """Return a value with its type, in the terms of YAML."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -317,7 +318,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_namesake(key: Key, schema: type[BaseModel], prefix: str) -> str:
-    """Name a key of the same name deeper in the section, or elsewhere; empty if there is none."""
+    """Suggest a key with the same name that is deeper in the section, or elsewhere; empty if there is none."""
     namesakes = [path for path in keys(schema) if path[-1] == key[-1]]
     inside = [path for path in namesakes if path[: len(key) - 1] == key[:-1]]
     elsewhere = [".".join(path) for path in (inside or namesakes)]
@@ -327,7 +328,7 @@ def _suggest_namesake(key: Key, schema: type[BaseModel], prefix: str) -> str:
 
 
 def answer_keys(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
-    """Return the name here of another project's key, or of each key of its section; empty where it is not known."""
+    """Return our name for another project's key, or for each key of its section; empty where unknown."""
     if isinstance(value, dict) and value:
         return {
             path: answer
@@ -338,7 +339,7 @@ def answer_keys(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
 
 
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
-    """Yield every option of a config class as its path: sections are walked into, not yielded."""
+    """Yield the path of every option of a config class. Sections are not yielded, but the options inside them are."""
     for name, described in schema.model_fields.items():
         inner = section_type(described.annotation)
         if inner:

@@ -1,4 +1,4 @@
-"""Answers keys and values of verl and TRL with their names here.
+"""Translates keys and values of verl and TRL to their names here.
 
 The tables are in `migration.md` beside this file; `docs/from-verl.md` and `docs/from-trl.md` show them.
 """
@@ -15,10 +15,8 @@ class Row(NamedTuple):
     """A row of a table.
 
     Attributes:
-        project: the other project: `"verl"`.
-        values: true if the names are values, not keys.
-        names: the other project's names.
-        theirs: the left-hand cell.
+        values: true if the row is about values, and not about keys.
+        theirs: the left-hand cell, about the other project.
         ours: the right-hand cell.
     """
 
@@ -35,7 +33,7 @@ class Row(NamedTuple):
 def answer_key(key: str) -> str:
     """Return the name here of another project's dotted key; empty if no project is known to have it.
 
-    Names of either side may be short: `rollout.n` and `n` are `actor_rollout_ref.rollout.n`.
+    Both the key and the table may use short names: `rollout.n` and `n` mean `actor_rollout_ref.rollout.n`.
     """
     rows = [row for row in _read_rows() if not row.values]
     exact = (row for row in rows if key in row.names)
@@ -49,7 +47,6 @@ def answer_value(value: object) -> str:
 
 
 def read_tables() -> str:
-    """Return the tables as Markdown."""
     return resources.files(__package__).joinpath("migration.md").read_text(encoding="utf-8")
 
 

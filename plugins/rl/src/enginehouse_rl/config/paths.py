@@ -1,4 +1,4 @@
-"""Checks the directories that a config names: the model's must hold one, the run's must be free to become one."""
+"""Checks the directories that a config names: the model's must contain a model, the run's must be free for the run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
     """Check that `path` is a Hugging Face model directory, and return its `config.json`.
 
     Args:
-        path: a directory, relative to the current one.
-        key: the config key or option that names it, for messages.
+        path: a directory, relative to the current directory.
 
     Raises:
-        ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer, and all that is
-            missing is named; or a file of weights is damaged.
+        ModelError: it is not a directory; it lacks `config.json`, safetensors weights or a tokenizer, all of which the
+            message lists; or a file of weights is damaged.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -68,7 +67,7 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
 
 
 def has_chat_template(path: str) -> bool:
-    """Return whether a chat template lies with the model's tokenizer."""
+    """True if the model's directory contains a chat template."""
     directory = Path(path)
     if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
         return True
@@ -79,7 +78,7 @@ def has_chat_template(path: str) -> bool:
 
 
 class EarlierRun(ConfigError):
-    """The run directory holds an earlier run, which may not be deleted."""
+    """The run directory contains an earlier run that must not be deleted."""
 
 
 def check_run_directory(
@@ -90,21 +89,20 @@ def check_run_directory(
     needed: Mapping[str, str] | None = None,
     resuming: bool = False,
 ) -> str | None:
-    """Check that a run may write to `path`; nothing is deleted.
+    """Check that a run may write to `path`. Nothing is deleted here.
 
     Args:
-        path: the run directory.
-        overwrite: True if an earlier run in it may be deleted.
-        spare_unfinished: True if that may not be a run that did not finish and left checkpoints.
-        needed: the paths that the run reads, by the config key that names each: none may be deleted.
-        resuming: True if an earlier run in it is resumed, so that nothing is deleted.
+        overwrite: true if an earlier run in it may be deleted.
+        spare_unfinished: true if an unfinished run with checkpoints must not be deleted.
+        needed: the paths that the run reads, by their config keys; none may be deleted.
+        resuming: true if the run resumes the earlier run, so that nothing is deleted.
 
     Returns:
         A description of the earlier run that would be deleted; None if there is none.
 
     Raises:
-        EarlierRun: an earlier run is there, without `overwrite` or spared.
-        ConfigError: something else is there, or a run that is still running, or it cannot be written.
+        EarlierRun: the directory contains an earlier run that may not be deleted.
+        ConfigError: the directory has other content, contains a running run, or cannot be written to.
     """
     path = Path(path).absolute()
     if not path.exists():
@@ -140,14 +138,14 @@ def check_run_directory(
 
 
 def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
-    """Refuse to delete a directory that holds a path of `needed`."""
+    """Refuse to delete a directory that contains a path of `needed`."""
     for key, path in needed.items():
         if Path(path).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(f"run.overwrite: {key} ({path}) lies in {directory} and would be deleted with it")
 
 
 def _check_writable(directory: Path, refusal: str) -> None:
-    """Refuse a directory in which no other can be made, which permissions do not always show (/proc)."""
+    """Reject a directory in which no other can be created. Permissions do not always show this, as in /proc."""
     try:
         Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
     except OSError as error:
@@ -155,7 +153,7 @@ def _check_writable(directory: Path, refusal: str) -> None:
 
 
 def _explain_no_directory(path: str) -> str:
-    """Return the reason why `path` is no directory, with the nearest that is one."""
+    """Return the reason why `path` is no directory, with the nearest name that is one."""
     directory = Path(path)
     if directory.exists():
         return f"{path} is a file, but a model directory is expected"
@@ -173,7 +171,8 @@ def _explain_no_directory(path: str) -> str:
         return f"{reason}. Did you mean {parent / close[0]}?"
     if _HUB_ID.fullmatch(path) and parent.is_dir():
         return (
-            f"{reason}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"
+            f"{reason}. Because {parent} is a directory here, the path is not taken as a name on the Hugging Face "
+            f"hub; for the hub, write {path}@main"
         )
     if _HUB_ID.fullmatch(path):
         return (
@@ -184,7 +183,7 @@ def _explain_no_directory(path: str) -> str:
 
 
 def _name_missing_weights(directory: Path, files: set[str], key: str) -> str:
-    """Name the files of weights that are missing; empty if none is."""
+    """Name the missing files of weights; empty if none is missing."""
     if "model.safetensors.index.json" in files:
         index = _read_json(directory / "model.safetensors.index.json", key)
         shards = sorted(set(index.get("weight_map", {}).values()) - files)

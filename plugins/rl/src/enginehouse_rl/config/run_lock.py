@@ -1,8 +1,8 @@
-"""Locks a run directory: the process that writes there holds a lock on a file in it, as long as it lives.
+"""Locks a run directory: the process that writes to it holds a lock on a file in it, as long as the process lives.
 
-The kernel releases the lock (`flock`) with the process however that ends, so a killed run does not block the next.
-Programs that the process starts do not inherit the lock, and a forked copy releases it at once. Where a file system
-has no locks, the process that `run.json` names is looked for instead.
+The kernel releases the lock (`flock`) when the process ends, in whatever way, so a killed run does not block the next.
+Programs that the process starts do not inherit the lock, and a forked copy releases it at once. On a file system
+without locks, the process named in `run.json` is looked up instead.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LOCK_FILE = "run.lock"
 """The file that is locked. It stays when a run ends, and when the directory is emptied for another run."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
-"""The errors of a file system without locks."""
+"""The error numbers of a file system without locks."""
 _TRIES, _PAUSE_SECONDS = 20, 0.05
-"""A lock is tried for a second, because a `plan` that looks whether a run is there holds it for a moment."""
+"""A lock is tried for a second, because a `plan` that checks the directory holds the lock for a moment."""
 
 _held: dict[tuple[int, int], int] = {}
 """Descriptors of this process's locks, by device and inode."""
 
 
 def take(directory: Path) -> None:
-    """Lock a run directory until `release` or the end of this process, unless it holds the lock already.
+    """Lock a run directory until `release` or the end of this process, unless this process holds the lock already.
 
     Raises:
         ConfigError: another process holds it.
@@ -78,17 +78,17 @@ def release(directory: Path) -> None:
 
 
 def check_free(directory: Path) -> None:
-    """Check that no other process runs in a directory; nothing is written.
+    """Check that no other process uses a run directory, without writing to it.
 
     Raises:
-        ConfigError: another process runs there.
+        ConfigError: another process uses it.
     """
     if process := find_holder(directory):
         raise _make_refusal(directory, process)
 
 
 def find_holder(directory: Path) -> str | None:
-    """Describe the other process that runs in a directory; None if none is known to."""
+    """Describe the other process that uses a run directory; None if none is known."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # none, of an older enginehouse, or not to be read
@@ -115,7 +115,7 @@ def _describe_owner(content: bytes) -> str:
 
 
 def _find_by_record(directory: Path) -> str | None:
-    """Describe the run's process by its record, if it is on this machine and still alive."""
+    """Describe the process in the run's record, if it is on this machine and still alive."""
     import psutil
 
     record: Mapping[str, Any] = read_record(directory)

@@ -1,7 +1,7 @@
-"""The config of a run: one typed tree. What a backend adds is typed by the backend, under `engine.options`.
+"""The config of a run, as typed sections. The options of an engine, under `engine.options`, are typed by its backend.
 
-Loading, overrides and error messages are in `enginehouse_rl.config.load`; what can only be checked against plugins,
-data and model is in `enginehouse_rl.plan.plan`.
+`enginehouse_rl.config.load` loads configs, applies overrides and describes errors. `enginehouse_rl.plan.plan` checks
+everything that depends on plugins, data or the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from enginehouse_rl.benchmarks.names import list_benchmarks
 
 
 class Section(BaseModel):
-    """A part of the config: unknown keys are errors."""
+    """A part of the config. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `steps: true`, which pydantic would read as 1."""
+        """Reject `steps: true`, which pydantic would read as 1."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
             raise ValueError("a number is wanted, not true or false")
         return value
@@ -37,13 +37,13 @@ _VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
 
 
 def _refuse_variables(paths: str | Iterable[str]) -> None:
-    """Refuse a variable in a path, before a pydantic union reports a problem of each of its types."""
+    """Reject a variable in a path here, because a pydantic union would report a problem for each of its types."""
     for path in [paths] if isinstance(paths, str) else paths:
         if variable := _VARIABLE.search(path):
             raise ValueError(
                 f"{variable[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
-                "engine.env, and for arguments of rewards, environments and trackers): write the path in full, or give "
-                "it on the command line, where the shell puts it in"
+                "engine.env, and for arguments of rewards, environments and trackers): write the full path, or set "
+                "it on the command line, where the shell replaces the variable"
             )
 
 
@@ -53,7 +53,7 @@ def _expand_path(path: str) -> str:
 
 
 FilePath = Annotated[str, AfterValidator(_expand_path)]
-"""A path of a file or directory; `~` is the home directory, which no shell puts for it in a YAML file."""
+"""Path of a file or directory. `~` is expanded to the home directory, because no shell does so in a YAML file."""
 
 
 def _check_paths(value: Any) -> Any:
@@ -114,7 +114,7 @@ _TEMPLATE_PARAMETERS = (
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""The arguments of `apply_chat_template` itself."""
+"""The parameters of `apply_chat_template` itself."""
 
 
 def _refuse_own_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class DataConfig(Section):
         return value
 
     def validation_files(self) -> dict[str, str]:
-        """Return the files of held-out prompts by name; a single one has the name ""."""
+        """Return the files of held-out prompts by name; a single file has the name ""."""
         if isinstance(self.validation, str):
             return {"": self.validation} if self.validation else {}
         return dict(self.validation or {})
@@ -349,7 +349,7 @@ class EvaluationSamplingConfig(Section):
     )
 
     def complete(self, rollout: SamplingConfig) -> SamplingConfig:
-        """Return the whole sampling, in which unset keys have the rollout's values."""
+        """Return the complete sampling settings; unset keys get the rollout's values."""
         own = {name: value for name, value in self.model_dump().items() if value is not None}
         return SamplingConfig(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **own})
 
@@ -503,7 +503,7 @@ class RewardConfig(Section):
         return self
 
     def list_rewards(self) -> Mapping[str, NamedRewardConfig]:
-        """Return the rewards by name, the only one by an empty name; none if only a reward model scores."""
+        """Return the rewards by name; a single reward has an empty name. Empty if only a reward model scores."""
         if self.function is None:
             return self.functions
         return {"": NamedRewardConfig(function=self.function, arguments=self.arguments)}
@@ -596,7 +596,7 @@ class KLConfig(Section):
 
     @property
     def chosen_estimator(self) -> KLEstimator:
-        """The estimator that the config names, else the usual one for the term's place."""
+        """The estimator in the config or, if unset, the default for the term's place."""
         return self.estimator or ("k1" if self.place == "reward" else "k3")
 
 
@@ -678,7 +678,7 @@ Export = Literal["merged", "adapter", "both"]
 
 
 def _within_steps(profiled: list[int], info: ValidationInfo) -> list[int]:
-    """Refuse to profile a step that a run does not have, or one twice."""
+    """Reject a step to profile that the run does not have or that is listed twice."""
     for place, step in enumerate(profiled):
         if step in profiled[:place]:
             raise ValueError(f"step {step} is there twice")
@@ -842,7 +842,7 @@ class Config(Section):
 
     @property
     def is_validated(self) -> bool:
-        """True if there are held-out prompts, files of them or benchmarks."""
+        """True if there are held-out prompts: files or benchmarks."""
         return bool(self.data.validation_files() or self.evaluation.benchmarks)
 
 
@@ -1045,4 +1045,4 @@ class DPOConfig(Section):
 PreferenceConfig = DPOConfig | RMConfig
 AnyConfig = Config | SFTConfig | DPOConfig | RMConfig
 SCHEMAS: dict[str, type[AnyConfig]] = {"train": Config, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
-"""By the command that runs it."""
+"""The class of each config, by the command that runs it."""

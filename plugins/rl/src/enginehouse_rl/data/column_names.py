@@ -1,4 +1,4 @@
-"""Renames the columns of a data set for rewards and environments: `data.columns`."""
+"""Renames the columns of a data set for rewards and environments (`data.columns`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from enginehouse_rl.data.files import RowProblems, Shape, Table
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """Other names of columns, and names of values within columns.
+    """New names of columns, and names of values inside columns.
 
     Attributes:
-        sources: the column or the value of each name: `solution`, `reward_model.ground_truth`. A column loses its own
-            name, unless the name is that of a value in it.
+        sources: the column or the inner value of each name: `solution`, `reward_model.ground_truth`. A column loses its
+            own name, unless the new name is that of a value inside it.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needed(self) -> list[str]:
-        """The columns that every row has to have."""
+        """The columns that every row must have."""
         return list(dict.fromkeys(source.partition(".")[0] for source in self.sources.values()))
 
     def check(self, table: Table) -> None:
-        """Check that every row of a table has the columns and values, and that no name is another column's.
+        """Check that every row of a table has these columns and values, and that no new name is the name of another
+        column.
 
         Raises:
-            DataError: a row lacks one, or a name is.
+            DataError: a row lacks a column or value, or a name is taken.
         """
         problems = RowProblems()
         for shape in table.shapes():
@@ -53,7 +54,7 @@ class ColumnNames:
         problems.raise_any()
 
     def shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Return shapes with these names."""
+        """Return shapes with the new names."""
         renamed = self._renamed
         return [
             shape._replace(columns=(*(name for name in shape.columns if name not in renamed), *self.sources))
@@ -61,7 +62,7 @@ class ColumnNames:
         ]
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row's columns under these names.
+        """Return a row's columns under the new names.
 
         Raises:
             DataError: a value is missing.
@@ -78,7 +79,7 @@ class ColumnNames:
 
     @property
     def _renamed(self) -> set[str]:
-        """The columns that get another name."""
+        """The columns that get a new name."""
         return {source for source in self.sources.values() if "." not in source}
 
     def _find_clashes(self, columns: Sequence[str]) -> list[str]:
@@ -86,7 +87,7 @@ class ColumnNames:
 
 
 def _dig(value: Any, path: str) -> Any:
-    """Return the value at a dotted path within another.
+    """Return the value at a dotted path inside another value.
 
     Raises:
         LookupError: there is no such value.

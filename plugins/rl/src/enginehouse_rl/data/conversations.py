@@ -1,4 +1,4 @@
-"""Opens demonstrations, which may be chats in one column: the first turn of the assistant begins the response."""
+"""Opens demonstrations. In a column of whole chats, the response begins with the assistant's first turn."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def open_demonstrations(
     """Open files of demonstrations, with a prompt and a response in each row.
 
     Args:
-        path: a file, or several.
-        prompt: the column with the prompt.
-        response: the column with the response.
         tools: the column with the tools that the model may call, if there is one.
-        conversation: the column with both as one chat; `Table.needed` then has them as if they had columns.
+        conversation: the column with prompt and response as one chat. `Table.needed` then has both as if they were
+            columns.
         seconds: the time for reading, as for `open_table`.
 
     Raises:
-        DataError: as `open_table` does; or a conversation has no turn of the assistant, or begins with one.
+        DataError: as for `open_table`; or a conversation has no turn of the assistant, or begins with one.
     """
     needed = [prompt, response] if conversation is None else [conversation]
     table = open_table(path, [*needed, tools or None], seconds)
@@ -45,7 +43,7 @@ def open_demonstrations(
 
 
 def _split(chat: Any, where: str, problems: RowProblems) -> tuple[list[Any], list[Any]]:
-    """Return the messages up to the first turn of the assistant, and the others."""
+    """Return the messages before the assistant's first turn, and the remaining messages."""
     messages = read_text_or_chat(chat)
     if not are_messages(messages):
         problems.add(f"{where} is no chat, a list of messages with a role: {shorten(chat)}")

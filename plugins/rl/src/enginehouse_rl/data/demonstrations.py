@@ -1,5 +1,3 @@
-"""Data sets of demonstrations for supervised training: a prompt and the response to learn."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +16,11 @@ from enginehouse_rl.data.sources import Source, make_sources
 
 
 class DemonstrationDataset:
-    """The demonstrations of a file, or of several, tokenized once.
-
-    Attributes:
-        sources: the sources to draw from, with their weights.
-    """
+    """Demonstrations for supervised training from one or more files: prompts with the responses to learn, tokenized
+    once."""
 
     def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
-        """Use `load`. `tokens` has prompt and response together, `learned` marks what the model is to write."""
+        """Use `load`. `tokens` has prompts with responses; `learned` marks the tokens that the model is to write."""
         self.sources = sources
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
@@ -49,17 +44,16 @@ class DemonstrationDataset:
         A demonstration is the prompt as `PromptDataset` renders it, the response, and its end (docs/rows.md).
 
         Args:
-            path: the file, or several, whose rows follow each other; or the weights of several, by path.
+            path: a file; or several, whose rows follow each other; or a mapping from paths to weights.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            response_column: column with the response, a string, or a list of chat messages, of which the
-                assistant's are learned.
-            max_tokens: the most tokens of prompt and response together; a longer demonstration is an error.
+            response_column: column with the response: a string, or a list of chat messages, of which the assistant's
+                are learned.
+            max_tokens: maximum number of tokens of prompt and response together; a longer demonstration is an error.
             chat_template: as for `PromptDataset.load`.
-            counted: shows how many are done.
             system: as for `PromptDataset.load`.
             tools: as for `PromptDataset.load`.
-            conversation: column with both as one chat, whose first turn of the assistant begins the response.
+            conversation: column with prompt and response as one chat. The assistant's first turn begins the response.
 
         Raises:
             DataError: a file, a row or a column is wrong.
@@ -75,7 +69,6 @@ class DemonstrationDataset:
         return cls(tokens, learned, make_sources(path, [len(file) for file in table.list_files()]))
 
     def __len__(self) -> int:
-        """Return the number of demonstrations."""
         return len(self._tokens)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
@@ -94,5 +87,5 @@ class DemonstrationDataset:
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, rows_per_step: int, seed: int = 0) -> Sampler[DemonstrationDataset]:
-        """Return a sampler that draws so many demonstrations a step, by the sources."""
+        """Return a sampler of `rows_per_step` demonstrations per step, by the weights of the sources."""
         return Sampler(self, rows_per_step, seed, self.sources)

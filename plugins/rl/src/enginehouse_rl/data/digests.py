@@ -1,6 +1,6 @@
 """Computes digests of files, which show whether a file has changed.
 
-XXH3 of 128 bits finds accidental changes at the speed of memory; it is no defence against a forger.
+XXH3 with 128 bits finds accidental changes at the speed of memory. It does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = 8
-"""Files read at a time; the hash releases the interpreter."""
+"""Files that are read at a time; the hash function releases the GIL."""
 MODEL_FILES = frozenset({".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".txt", ".py"})
-"""Suffixes of the files of a model that engines and tokenizers read."""
+"""Suffixes of the model files that engines and tokenizers read."""
 MODEL_PARTS, PART_BYTES = 64, 1 << 16
-"""The number and the size of the parts of a large file that are read."""
+"""The number of parts of a large file that are read, and the size of each."""
 
 
 def text_digest(text: str) -> str:
-    """Return the digest of a text, in hexadecimal."""
+    """Return the hexadecimal digest of a text."""
     return _load_xxh3()(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
-    """Return the digest of a file's bytes, in hexadecimal.
+    """Return the hexadecimal digest of a file's bytes.
 
     Args:
-        path: the file.
         to_disk: also ensure that the file is on disk when this returns.
 
     Raises:
-        OSError: it cannot be read, or not be written to disk.
+        OSError: the file cannot be read, or not be written to disk.
     """
     with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, _load_xxh3()).hexdigest()  # type: ignore[arg-type]
@@ -46,7 +45,7 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
 
 
 def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[str, str]:
-    """Return the `file_digest` of each file by its path; several are read at a time."""
+    """Return the `file_digest` of each file by its path; several files are read at a time."""
     digests: dict[str, Future[str]] = {str(path): Future() for path in paths}
     waiting = deque(digests)
 
@@ -69,19 +68,19 @@ def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[
 
 
 def data_digests(files: str | Iterable[str]) -> Mapping[str, str]:
-    """Return digests of a config's data files, by path as the config has it.
+    """Return the digests of data files, by the paths in the config.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     return file_digests([files] if isinstance(files, str) else files)
 
 
 def model_digest(directory: str | Path) -> str:
-    """Return the digest of a model's directory, in hexadecimal.
+    """Return the hexadecimal digest of a model's directory.
 
-    It covers the names and sizes of the files, small files whole, and parts of large ones from end to end, so that it
-    is as cheap for 16 GB. Two trainings of one model differ in it; a change of a single value may not.
+    It covers the names and sizes of the files, the whole content of small files, and evenly spread parts of large
+    files, so that it is cheap even for 16 GB. It differs after training; it may not notice a change of a single value.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,9 +1,9 @@
-"""Reads data files, JSONL and Parquet, and checks every row; errors name file, line and row.
+"""Reads data files, JSONL and Parquet, and checks every row. Errors name file, line and row.
 
-JSONL is parsed line by line, so that the reward function gets the very values of the file: a loader that infers one
-type for a column turns the string "2024-01-01" into a date and 1 into 1.0. Of Parquet, needed columns are read with
-pyarrow, the others with `datasets`, which knows how its richer types are stored. This module imports neither torch nor
-`datasets` before it has to, because `plan` reads with it.
+JSONL is parsed line by line, so that the reward function gets exactly the values of the file. A loader that infers one
+type for a column would turn the string "2024-01-01" into a date, and 1 into 1.0. The needed columns of Parquet are read
+with pyarrow, and the others with `datasets`, which knows how its richer types are stored. This module imports torch and
+`datasets` only when it needs them, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 MOST_NESTED = 64
-"""Levels of lists and objects in a row; deeper values fit neither into a message to a process nor into a file."""
+"""Maximum depth of lists and objects in a row. Deeper values could neither be sent to a process nor written."""
 _SHOWN = 60
 _LISTED = 5
 _ROWS_AT_ONCE = 1024
@@ -35,9 +35,7 @@ class Shape(NamedTuple):
     """Rows that have the same columns.
 
     Attributes:
-        columns: their names, in the order of the first such row.
-        first: the first such row.
-        rows: the number of such rows.
+        first: the number of the first such row.
     """
 
     columns: tuple[str, ...]
@@ -46,7 +44,7 @@ class Shape(NamedTuple):
 
 
 class Table(Protocol):
-    """Rows of files. The `needed` columns are in memory, the others are fetched by row.
+    """Rows of files. The `needed` columns are in memory; other columns are fetched row by row.
 
     Attributes:
         needed: the values of each needed column, one for each row.
@@ -59,24 +57,22 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def fetch_others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return every column of these rows but the needed ones."""
+        """Return all columns of these rows except the needed ones."""
         ...
 
     def where(self, row: int) -> str:
-        """Name a row for a message: file, row (from 0) and line."""
+        """Name a row for a message, by file, row and line."""
         ...
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of the rows, that of the first row first; a file of Parquet has one shape."""
+        """Return the shapes of the rows, beginning with the shape of the first row. A Parquet file has one shape."""
         ...
 
-    def list_files(self) -> Sequence[Table]:
-        """Return a table for each file, in the order of the rows."""
-        ...
+    def list_files(self) -> Sequence[Table]: ...
 
 
 class RowProblems:
-    """Collects problems of rows, counts all, and names the first few together."""
+    """Collects and counts the problems of rows. One error then describes the first few."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -84,18 +80,18 @@ class RowProblems:
         self._alike: dict[str, tuple[str, int]] = {}  # by problem: the first row, and the number of further ones
 
     def add(self, problem: str) -> None:
-        """Add a problem of one row, which it names."""
+        """Add a problem of one row; its text names the row."""
         self._rows += 1
         if len(self._first) < _LISTED:
             self._first.append(problem)
 
     def add_alike(self, place: str, problem: str) -> None:
-        """Add a problem that the row at `place` has, and others may have too; it is named once, with their number."""
+        """Add a problem of the row at `place` that other rows may share. It is described once, with their number."""
         first, more = self._alike.get(problem, (place, -1))
         self._alike[problem] = first, more + 1
 
     def raise_any(self) -> None:
-        """Raise the only problem as it is, or several as a list.
+        """Raise the only problem alone, or several as a list.
 
         Raises:
             DataError: there is a problem.
@@ -115,7 +111,7 @@ class RowProblems:
 
 
 def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
-    """Check a file without reading all of its rows: it is a data file and has the columns; return the columns."""
+    """Check without reading all rows that a file is a data file and has the `needed` columns; return its columns."""
     _check_path(path)
     if path.suffix.lower() in PARQUET_SUFFIXES:
         columns, rows = _read_schema(path)
@@ -132,12 +128,12 @@ def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
 def open_table(
     path: str | Path | Iterable[str | Path], needed: Iterable[str | None], seconds: float | None = None
 ) -> Table:
-    """Read a file whole, or several one after the other.
+    """Read one file, or several one after the other.
 
     Args:
         path: a path, or several.
         needed: the columns that every row must have; None and repetitions are ignored.
-        seconds: stop after about this long, and count the remaining rows (`Table.unread`); None: read all.
+        seconds: stop after about this time, and count the remaining rows (`Table.unread`); None: read all rows.
 
     Raises:
         DataError: a file is missing, empty, unreadable or of an unknown kind, or a row cannot be read or lacks a needed
@@ -160,12 +156,10 @@ def open_table(
 
 
 class JsonTable:
-    """A JSONL file (one object a line), or a JSON file that is one array of objects.
+    """A JSONL file (one object per line), or a JSON file that contains one array of objects.
 
     Args:
-        path: the file.
-        needed: the columns that every row must have.
-        problems: gets the problems of rows, which are left out.
+        problems: gets the problems of rows; these rows are left out.
         until: the `time.monotonic` at which to stop.
     """
 
@@ -214,7 +208,7 @@ class JsonTable:
 
 
 class ParquetTable:
-    """A Parquet file: needed columns as Python objects, the others in Arrow; it has the arguments of `JsonTable`."""
+    """A Parquet file: needed columns as Python objects, the others in Arrow. It has the arguments of `JsonTable`."""
 
     def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
         from pyarrow import parquet
@@ -252,7 +246,7 @@ class ParquetTable:
             return values
 
     def _read_others(self) -> Any:
-        """Return the other columns by `datasets`, None if there are none, after reading those that it cannot decode."""
+        """Return the other columns as a `datasets.Dataset`, or None; columns it cannot decode are read separately."""
         import datasets
         from pyarrow import parquet
 
@@ -270,7 +264,7 @@ class ParquetTable:
         return dataset.remove_columns(undecoded) if undecoded else dataset
 
     def _read_stored(self, names: list[str]) -> None:
-        """Read columns that are handed on as the file stores them."""
+        """Read columns that are passed on as the file stores them."""
         from pyarrow import parquet
 
         with _read_parquet(self._path):
@@ -303,7 +297,7 @@ class ParquetTable:
 
 
 class Tables:
-    """Several tables as one, with their rows one after the other."""
+    """Several tables as one; their rows follow each other."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = tables
@@ -359,7 +353,7 @@ def _has_type(field: Any) -> bool:
 
 
 def _decodes(column: Any) -> bool:
-    """True if the library that decodes a column, of images say, is installed."""
+    """True if the library that decodes a column (of images, for example) is installed."""
     try:
         column[0]
     except ImportError:
@@ -370,12 +364,12 @@ def _decodes(column: Any) -> bool:
 
 
 def _name_row(path: Path, row: int, line: int | None) -> str:
-    """Name a row for people, who count rows and lines from 1."""
+    """Name a row for people, counting rows and lines from 1."""
     return f"{path}, row {row + 1}" + (f" (line {line})" if line is not None else "")
 
 
 def describe_kind(value: Any) -> str:
-    """Return the kind of a value from YAML or JSON: `"a number"`."""
+    """Return the kind of a YAML or JSON value: `"a number"`."""
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "a mapping"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
@@ -392,7 +386,7 @@ def _check_path(path: Path) -> None:
 
 
 def _suggest_path(path: Path) -> str:
-    """Describe the nearest path to one that does not exist."""
+    """Describe the path that is nearest to a missing path."""
     absolute = path.absolute()
     folder = absolute.parent
     if not folder.is_dir():
@@ -416,7 +410,6 @@ def _read_parquet(path: Path) -> Iterator[None]:
 
 
 def _read_schema(path: Path) -> tuple[tuple[str, ...], int]:
-    """Return the names of the columns and the number of rows."""
     from pyarrow import parquet
 
     with _read_parquet(path):
@@ -479,7 +472,7 @@ def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 class _RepeatedKey(ValueError):
-    """A key stands twice in one object."""
+    """A key occurs twice in one object."""
 
 
 def _make_record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -495,10 +488,10 @@ _scan = json.JSONDecoder().raw_decode
 
 
 def _parse(place: str, line: bytes) -> dict[str, Any]:
-    """Return a row's object.
+    """Return the object of a row.
 
     Raises:
-        DataError: the line is no object, or holds a value that could not be used later.
+        DataError: the line is no object, or contains a value that could not be used later.
     """
     try:
         record = _decode(line.decode("utf-8"))
@@ -522,7 +515,6 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
 
 
 def _count_levels(value: Any) -> int:
-    """Count the levels of lists and dictionaries."""
     depth, level = 0, [value]
     while level:
         depth += 1

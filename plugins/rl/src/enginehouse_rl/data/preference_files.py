@@ -1,8 +1,9 @@
 """Reads preferences: pairs of responses of which one is better, or single responses that are rated good or bad.
 
-The forms are those of TRL. A pair has a prompt and two responses, strings or chat messages. Without a column of
-prompts, both responses begin with the prompt, the part that they share; two chats may do so beside a prompt that is a
-text. A rated response has a prompt and a label. This module does not import torch, because `plan` reads with it.
+The forms are those of TRL. A pair has a prompt and two responses, as strings or chat messages. Without a column of
+prompts, both responses begin with the prompt, which is the part that they share. Two chats may also begin with the
+prompt if the column of prompts has only its text. A rated response has a prompt and a label. This module does not
+import torch, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, skip_counting
 
 FIGURES = {"margin": "a number", "label": "true or false"}
-"""The values of a column of figures, by its name in a batch."""
+"""The values of a column with a margin or a label, by its name in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,9 @@ class PreferenceColumns:
     """The columns of a file of preferences.
 
     Attributes:
-        prompt: the column of the prompt.
-        responses: the columns of the better and the worse response, or of the only one.
-        figure: the figure of a row, `"margin"` or `"label"`; empty: there is none.
-        figure_column: the column of the figure.
+        responses: the columns of the better and the worse response, or of the only response.
+        figure: the number of a row, `"margin"` or `"label"`; empty: it has none.
+        figure_column: the column of that number.
         tools: the column of the tools that the model may call; empty: there is none.
     """
 
@@ -43,15 +43,12 @@ class PreferenceColumns:
 
 
 class PreferenceTable:
-    """The rows of files of preferences, read and not yet tokenized.
+    """The rows of files of preferences, before they are tokenized.
 
     Args:
-        path: a file, or several.
-        columns: the columns of the files.
         seconds: the time for reading, as for `open_table`.
 
     Attributes:
-        table: the rows.
         has_prompts: true if there is a column of prompts.
 
     Raises:
@@ -80,7 +77,7 @@ class PreferenceTable:
         return len(self.table)
 
     def texts(self, row: int) -> tuple[Any, ...]:
-        """Return the prompt, if there is a column of prompts, and the responses of a row, as the file has them."""
+        """Return the prompt of a row, if prompts have a column, and its responses, as they stand in the file."""
         names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
         return tuple(self.table.needed[name][row] for name in names)
 
@@ -89,15 +86,8 @@ class PreferenceTable:
     ) -> tuple[list[np.ndarray], list[list[Response]]]:
         """Tokenize some rows.
 
-        Args:
-            renderer: the model's renderer.
-            rows: the rows.
-            problems: gets the problems of rows.
-            counted: shows how many are done.
-
         Returns:
-            The token ids of each prompt; and for each column of responses each response, which is empty after a
-            problem.
+            The token ids of each prompt, and the responses of each column. A response is empty after a problem.
         """
         needed = self.table.needed
 
@@ -126,7 +116,7 @@ class PreferenceTable:
     def _split_prompts(
         self, responses: list[list[Any]], where: Where, problems: RowProblems
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Return the prompts that responses begin with, and the remaining responses."""
+        """Return the prompts with which the responses begin, and the rest of the responses."""
         prompts: list[Any] = []
         remaining: list[list[Any]] = [[] for _ in responses]
         for index, pair in enumerate(zip(*responses, strict=True)):
@@ -144,7 +134,7 @@ class PreferenceTable:
         return prompts, remaining
 
     def check_figures(self, problems: RowProblems) -> list[Any]:
-        """Return each row's margin or label after a check; empty if the columns have no figure."""
+        """Check and return each row's margin or label; empty if the columns have neither."""
         columns = self.columns
         values = self.table.needed[columns.figure_column] if columns.figure else []
         kinds = (bool,) if columns.figure == "label" else (int, float)
@@ -158,7 +148,7 @@ class PreferenceTable:
 
 
 def _split_shared(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Return the prompt that two responses share, and the remaining parts, with the space before them."""
+    """Return the prompt that two responses share, and the rest of each, including the space before it."""
     if type(first) is not type(second) or not isinstance(first, str | list):
         return "", first, second
     length = next((at for at, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
@@ -168,7 +158,7 @@ def _split_shared(first: Any, second: Any) -> tuple[Any, Any, Any]:
 
 
 def _split_repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
-    """Split two chats that both begin with the text `prompt` (UltraFeedback); None if they are none."""
+    """Split two chats that both begin with the text `prompt` (UltraFeedback); None for other data."""
     if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(response, list) for response in pair):
         return None
     shared, *parts = _split_shared(*pair)

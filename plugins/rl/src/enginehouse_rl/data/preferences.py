@@ -1,5 +1,3 @@
-"""Data sets of preferences, pairs of responses or rated ones, from which a run draws its steps."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_l
 
 
 class PreferenceDataset:
-    """The preferences of a file, or of several, tokenized once. An item is a pair, or a rated response."""
+    """Preferences from one or more files, tokenized once. An item is a pair of responses, or a rated response."""
 
     def __init__(
         self,
@@ -47,12 +45,10 @@ class PreferenceDataset:
         """Read JSONL or Parquet files and tokenize their preferences.
 
         Args:
-            path: the file, or several, whose rows follow each other.
+            path: a file; or several, whose rows follow each other.
             tokenizer: the model's `transformers` tokenizer.
-            columns: the columns of the files.
-            max_tokens: the most tokens of a prompt with a response; a longer one is an error.
+            max_tokens: maximum number of tokens of a prompt with a response; a longer row is an error.
             chat_template: as for `PromptDataset.load`.
-            counted: shows how many are done.
             system: as for `PromptDataset.load`.
 
         Raises:
@@ -87,9 +83,9 @@ class PreferenceDataset:
         """Return the items at `indices`, in this order.
 
         Returns:
-            A batch with a row for each response, those of an item next to each other, the better one first:
-            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on the tokens that the
-            model is to write); if the data have it, also the item's `margin` (float32) or `label` (bool).
+            A batch with a row for each response. The responses of an item are adjacent, the better one first. Its
+            columns are `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on the tokens
+            that the model is to write), and, if the data has it, the item's `margin` (float32) or `label` (bool).
         """
         index = np.asarray(indices, dtype=np.int64)
         rows = (index[:, None] * self._each + np.arange(self._each)).ravel()
@@ -103,9 +99,10 @@ class PreferenceDataset:
         return self.rows(np.arange(len(self)))
 
     def mismatch(self, batch: Batch) -> Batch:
-        """Pair the prompt of each of some `rows` with the next row's response, the last's with the first's.
+        """Pair the prompt of each row of a batch with the response of the next row, and the last prompt with the first
+        response.
 
-        A pair that is too long is cut.
+        A pair that is too long is cut off.
         """
         ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
         starts = [int(row.numpy().argmax()) for row in mask]

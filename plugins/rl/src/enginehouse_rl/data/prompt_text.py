@@ -1,4 +1,4 @@
-"""Writes prompts as text: chats as the chat template writes them, plain strings as they are."""
+"""Writes prompts as text: the chat template writes chats, and plain strings stay as they are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Where = Callable[[int], str]
 
 
 class _NoTemplate(DataError):
-    """There is no chat template to apply; every row that needs one shares this problem."""
+    """There is no chat template to apply. All rows that need a template share this problem."""
 
 
 class PromptWriter:
-    """Writes prompts as text; its arguments are those of `enginehouse_rl.data.rendering.Renderer`."""
+    """Writes prompts as text. Its arguments are those of `enginehouse_rl.data.rendering.Renderer`."""
 
     def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -34,7 +34,7 @@ class PromptWriter:
         return isinstance(prompt, str) and not self.chat_template
 
     def prepare_chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return chat messages as the template gets them.
+        """Return chat messages in the form that the template takes.
 
         Raises:
             DataError: a message is empty, or has content that the template does not take.
@@ -67,7 +67,7 @@ class PromptWriter:
         """Return the text that the chat template writes for messages.
 
         Raises:
-            DataError: the template refuses them.
+            DataError: the template rejects them.
         """
         chat = self.prepare_chat(messages)
         try:
@@ -77,7 +77,7 @@ class PromptWriter:
             raise DataError(f"the chat template refuses the messages{added}: {error}") from error
 
     def render_row(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
-        """Return the text of row `row`'s prompt; None after a problem, which is added to `problems`."""
+        """Return the prompt of a row as text; None after a problem, which is added to `problems`."""
         try:
             return self._render(prompt, read_tools(tools))
         except _NoTemplate as error:
@@ -102,8 +102,8 @@ class PromptWriter:
             )
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                "the prompt ends with a turn of the assistant, which is what the model is to write: "
-                "leave that turn out; for `enginehouse sft` it belongs in the column of responses (data.response)"
+                "the prompt ends with a turn of the assistant, but the model is to write that turn: leave it out; "
+                "for `enginehouse sft` it belongs in the column of responses (data.response)"
             )
         if self.chat_template is False:
             raise _NoTemplate(
@@ -129,7 +129,7 @@ class PromptWriter:
         return text
 
     def _name_cause(self, tools: list[Any] | None) -> str:
-        """Name the setting that only a chat template can write."""
+        """Name the setting that requires a chat template."""
         if self.system is None and not tools:
             return "data.template_arguments are set"
         return "data.system is set" if self.system is not None else "it has tools (data.tools)"
@@ -140,7 +140,7 @@ class PromptWriter:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return a row's tools, which may be given as the text of a list; None if there are none."""
+    """Return a row's tools, which may be given as the text of a JSON list; None if there are none."""
     tools = value
     if isinstance(value, str) and value.strip():
         try:

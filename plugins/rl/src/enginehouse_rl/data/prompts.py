@@ -1,5 +1,3 @@
-"""Data sets of prompts to train on or to validate with."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,10 @@ from enginehouse_rl.data.sources import count_by_file, make_sources, rank_values
 
 
 class PromptDataset:
-    """The prompts of a file, or of several, tokenized once; other columns are kept for the reward function.
+    """Prompts from one or more files, tokenized once; the other columns are kept for the reward function.
 
     Attributes:
-        dropped: the number of prompts that were left out because they are too long.
-        sources: the sources to draw from, with their weights.
+        dropped: the number of prompts that were dropped because they are too long.
         ranks: the rank of each prompt by `data.order_by`; None without such a column.
     """
 
@@ -39,7 +36,7 @@ class PromptDataset:
         renderer: Renderer,
         names: ColumnNames,
     ) -> None:
-        """Use `load`. `kept` are the rows of the table to use, `order` the ranks of all."""
+        """Use `load`. `kept` are the rows of the table to use, and `order` the ranks of all rows."""
         self._renderer, self._names = renderer, names
         self._table = table
         self._prompts = prompts
@@ -69,21 +66,20 @@ class PromptDataset:
         """Read JSONL or Parquet files and tokenize their prompts.
 
         Args:
-            path: the file, or several, whose rows follow each other; or the weights of several, by path.
+            path: a file; or several, whose rows follow each other; or a mapping from paths to weights.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            max_prompt_tokens: the most tokens of a prompt.
-            chat_template: apply the tokenizer's chat template: None: to messages only; True: also to plain strings, as
-                one message of the user; False: never.
-            overlong: the treatment of prompts that are too long: an error, or `"drop"` them.
-            counted: shows how many are done.
+            max_prompt_tokens: maximum number of tokens of a prompt.
+            chat_template: use of the tokenizer's chat template. None: only for messages; True: also for plain strings,
+                each as one user message; False: never.
+            overlong: treatment of prompts that are too long: `"error"`, or `"drop"` them.
             order_by: column with a number, for `ranks`.
-            system: the system message of chats that begin with none.
-            tools: column of the tools that the model may call, a list of JSON schemas or its text, for the template.
-            columns: names of other columns, and of values in them, for rewards and environments.
+            system: the system message for chats that begin without one.
+            tools: column of the tools that the model may call, for the template: a list of JSON schemas or its text.
+            columns: names of other columns, and of values inside them, for rewards and environments.
 
         Raises:
-            DataError: a file, a row or a column is wrong; or all prompts are too long, or all of a file with a weight.
+            DataError: a file, a row or a column is wrong; or all prompts, or all of a file with a weight, are too long.
         """
         limit = TokenLimit.from_option("data.max_prompt_tokens", max_prompt_tokens)
         names = ColumnNames(columns or {})
@@ -109,14 +105,13 @@ class PromptDataset:
         return self._table.where(row)
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self._texts)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
         """Return the prompts at `indices`, in this order.
 
         Returns:
-            A batch with `prompt_ids` (ragged int64), `prompt` (str, as it is or as the chat template renders it),
+            A batch with `prompt_ids` (ragged int64), `prompt` (str, as the chat template renders it or unchanged),
             `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, the number of
             the row in the files) and `columns` (a dict of the row's other columns).
         """
@@ -135,7 +130,7 @@ class PromptDataset:
         )
 
     def _read_columns(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the columns of each row but the prompt."""
+        """Return all columns of each row except the prompt."""
         further_columns = self._table.fetch_others(rows)
         if not self._held:
             return further_columns
@@ -147,5 +142,5 @@ class PromptDataset:
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, prompts_per_step: int, seed: int = 0) -> Sampler[PromptDataset]:
-        """Return a sampler that draws so many prompts a step, by the sources and the ranks."""
+        """Return a sampler of `prompts_per_step` prompts per step, by the weights of the sources and the ranks."""
         return Sampler(self, prompts_per_step, seed, self.sources, self.ranks)

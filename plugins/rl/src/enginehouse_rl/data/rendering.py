@@ -1,4 +1,4 @@
-"""Turns rows into tokens in the same way for every command; docs/rows.md describes it."""
+"""Turns rows into tokens, in the same way for every command. docs/rows.md describes it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,27 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1024
 _BORDERS = ("\n", "a", "0", ".")
-"""Texts that seldom share a token with the text behind them."""
+"""Texts that seldom share a token with the text after them."""
 _SPECIAL_TOKENS = 8
-"""More tokens than any tokenizer adds to a text."""
+"""A bound on the number of tokens that a tokenizer adds to a text."""
 
 
 class Counted(Protocol):
-    """Shows how many of `parts` are done; `enginehouse_rl.runs.Progress.count` is one."""
+    """Shows how many `parts` are done, like `enginehouse_rl.runs.Progress.count`."""
 
     def __call__(self, parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]: ...
 
 
 def skip_counting(parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]:
-    """Show nothing."""
     return parts
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The most tokens that a row may have.
+    """The maximum number of tokens of a row.
 
     Attributes:
-        tokens: the number.
         option: the name of the limit in messages: `"data.max_prompt_tokens=1024"`.
-        cure: advice on longer rows.
     """
 
     tokens: int
@@ -53,7 +50,7 @@ class TokenLimit:
 
     @classmethod
     def from_option(cls, option: str, tokens: int | TokenLimit) -> TokenLimit:
-        """Return the limit that a config key sets to a number; a limit is returned as it is."""
+        """Return the limit that a config key sets; a `TokenLimit` is returned unchanged."""
         if isinstance(tokens, TokenLimit):
             return tokens
         return cls(tokens, f"{option}={tokens}", f"drop such rows or raise {option}")
@@ -62,10 +59,9 @@ class TokenLimit:
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, template_arguments: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies with the model in the directory `path`.
+    """Load the tokenizer from a model's directory.
 
     Args:
-        path: the model's directory.
         trust_remote_code: as in transformers.
         template_arguments: arguments of its chat template by name, for rows, environments and rewards.
 
@@ -88,8 +84,8 @@ class Response:
     """The tokens of a response.
 
     Attributes:
-        ids: the tokens behind the prompt's, int32.
-        learned: true on each token that the model is to write, false on those of others in between.
+        ids: the tokens after the prompt's tokens, int32.
+        learned: true on each token that the model is to write, false on tokens of other speakers in between.
     """
 
     ids: np.ndarray
@@ -106,13 +102,12 @@ class Renderer:
 
     Args:
         tokenizer: a `transformers` tokenizer.
-        chat_template: apply the tokenizer's chat template: None: to lists of messages only; True: also to plain
-            strings, each as one message of the user; False: never, so that messages are an error.
-        system: the system message of chats that begin with none; None: they have none.
+        chat_template: use of the tokenizer's chat template. None: only for lists of messages; True: also for plain
+            strings, each as one user message; False: never, so that messages are an error.
+        system: the system message for chats that begin without one; None: none is added.
 
     Attributes:
-        writer: writes prompts as text.
-        merged: the number of rows in which one token has letters of the prompt and of the response.
+        merged: the number of rows in which one token contains letters of both the prompt and the response.
     """
 
     def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
@@ -134,12 +129,11 @@ class Renderer:
         Args:
             prompts: strings, or lists of `{"role": ..., "content": ...}`.
             where: names row `i` in messages.
-            counted: shows how many are done.
-            problems: gets the problems of rows, for the caller to raise; None: they are raised here.
-            tools: the tools of each prompt, a list of JSON schemas or its text; None: there are none.
+            problems: gets the problems of rows, which the caller raises; None: they are raised here.
+            tools: the tools of each prompt, as a list of JSON schemas or its text; None: there are none.
 
         Returns:
-            The text of each prompt, as it is or as the template renders it, and its token ids (int32).
+            The text of each prompt, as the template renders it or unchanged, and its token ids (int32).
 
         Raises:
             DataError: a prompt has a wrong type, cannot be rendered or has no tokens.
@@ -163,7 +157,7 @@ class Renderer:
     def _tokenize_prompts(
         self, prompts: Sequence[Any], texts: Sequence[str | None], where: Where, start: int, problems: RowProblems
     ) -> list[np.ndarray]:
-        """Return the token ids of each prompt; the text of one that could not be rendered is None."""
+        """Return the token ids of each prompt. A text is None if its prompt could not be rendered."""
         tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(texts)
         plain = [row for row, prompt in enumerate(prompts) if self.writer.is_plain(prompt)]
         templated = sorted(set(range(len(texts))).difference(plain))
@@ -178,8 +172,9 @@ class Renderer:
     def tokenize(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
         """Return the token ids (int32) of texts that begin rows.
 
-        With `special`, a row begins with the tokens that the tokenizer puts before a text, once if the text has them
-        already. The tokens that it puts behind a text are left out, because they end no prompt.
+        With `special`, a row begins with the tokens that the tokenizer puts before a text; they are not repeated if the
+        text has them already. The tokens that the tokenizer puts after a text are left out, because they do not end a
+        prompt.
         """
         begins = self._begins if special else ()
         tokens: list[np.ndarray] = []
@@ -197,7 +192,7 @@ class Renderer:
 
     @functools.cached_property
     def _begins(self) -> tuple[int, ...] | None:
-        """The ids that the tokenizer puts before a text; None if they cannot be told from the text's own."""
+        """The ids that the tokenizer puts before a text; None if the text's own tokens cannot be told apart."""
         for text in ("a", "0", "."):
             (plain,), (marked,) = self._encode([text]), self._encode([text], True)
             for place in range(len(marked) - len(plain) + 1):
@@ -215,20 +210,20 @@ class Renderer:
         problems: RowProblems | None = None,
         tools: Sequence[Any] | None = None,
     ) -> list[Response]:
-        """Tokenize what follows prompts: the tokens behind the prompt's, of both together.
+        """Tokenize the responses to prompts. Prompt and response are tokenized together, and the prompt's tokens are
+        cut off.
 
         The template writes chat messages, of which the assistant's turns are learned. A string ends with the end of a
-        turn if the template wrote its prompt, else with the tokenizer's end of sequence.
+        turn if the template wrote its prompt, otherwise with the tokenizer's end of sequence.
 
         Args:
-            prompts: the prompts that `render_prompts` got.
             rendered: the result of `render_prompts`; a text is "" after a problem.
-            completions: strings, or lists of messages, the first and the last of the assistant.
-            column: their name, for messages.
+            completions: strings, or lists of messages that begin and end with the assistant.
+            column: the name of their column, for messages.
             where, problems, tools: as for `render_prompts`.
 
         Returns:
-            Each response, which has no tokens after a problem.
+            The responses. A response has no tokens after a problem.
 
         Raises:
             DataError: a completion is neither, cannot be rendered or has no tokens.
@@ -259,12 +254,12 @@ class Renderer:
         return responses
 
     def _cut_reply(self, text: str, prompt: np.ndarray, reply: Reply, whole: np.ndarray, special: bool) -> Response:
-        """Return the tokens of a reply behind its prompt's, with its end.
+        """Return the tokens of a reply after its prompt's tokens, with its end.
 
-        `whole` are the tokens of both together; `special` is true if no chat template wrote the prompt.
+        `whole` has the tokens of both together; `special` is true if no chat template wrote the prompt.
 
         Raises:
-            DataError: it has no tokens, or a token has letters of two turns.
+            DataError: the reply has no tokens, or a token has letters of two turns.
         """
         ids = self._cut_prompt(text, prompt, reply.text, whole)
         if reply.others:
@@ -282,18 +277,14 @@ class Renderer:
     def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: Reply, whole: np.ndarray) -> Response:
         """Return a response of several turns, of which only the assistant's are learned.
 
-        Args:
-            prompt: the prompt's text.
-            prompt_tokens: the number of its tokens.
-            reply: the text behind it.
-            whole: the tokens of both.
-
         Raises:
             DataError: a token has letters of two turns.
         """
         borders = self._encode([prompt + reply.text[:at] for part in reply.others for at in part])
         if any(ids != whole[: len(ids)].tolist() for ids in borders):
-            raise DataError("has a turn that begins or ends within a token: give each turn of the assistant as a row")
+            raise DataError(
+                "has a turn that begins or ends within a token: make a separate row of each turn of the assistant"
+            )
         starts, ends = [prompt_tokens, *map(len, borders[1::2])], [*map(len, borders[::2]), len(whole)]
         learned = np.zeros(len(whole), np.bool_)
         for start, end in zip(starts, ends, strict=True):
@@ -302,10 +293,10 @@ class Renderer:
         return Response(whole[prompt_tokens:last], learned[prompt_tokens:last])
 
     def _cut_prompt(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
-        """Return the tokens of a reply behind its prompt's, from those of both together.
+        """Return the tokens of a reply after its prompt's tokens, from the tokens of both together.
 
-        If a token of the whole has letters of both, the reply is tokenized behind a text with which it shares no token,
-        because a model that is asked the prompt has the prompt's own tokens before it.
+        If a token contains letters of both, the reply is tokenized after another text with which it shares no token,
+        because at generation the model gets exactly the prompt's own tokens.
         """
         if np.array_equal(whole[: len(prompt)], prompt):
             return whole[len(prompt) :]
@@ -317,7 +308,7 @@ class Renderer:
         return np.array(self._encode([reply])[0], dtype=np.int32)
 
     def _cut_after_end(self, ids: np.ndarray) -> np.ndarray:
-        """Cut off the tokens that a template writes behind the end of a turn, because no model draws them."""
+        """Cut off the tokens that a template writes after the end of a turn, because no model generates them."""
         is_end = np.isin(ids, text_ends(self.tokenizer))
         for place in np.flatnonzero(is_end[:-1] & ~is_end[1:]) + 1:
             if not self.tokenizer.decode(ids[place:][~is_end[place:]]).strip():
@@ -325,7 +316,7 @@ class Renderer:
         return ids
 
     def _add_end(self, response: Response) -> Response:
-        """Append an end of sequence to a response of messages if the template writes no end of a turn."""
+        """Append an end of sequence to a response of messages if the template does not mark the end of a turn."""
         end = self.tokenizer.eos_token_id
         if end is None or turn_end(self.tokenizer) is not None or (len(response.ids) and response.ids[-1] == end):
             return response
@@ -342,12 +333,12 @@ def join(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
-    """True if a string has at most so many tokens by any tokenizer."""
+    """True if a string has at most `tokens` tokens, whatever the tokenizer."""
     return isinstance(read_text_or_chat(prompt), str) and bool(prompt.strip()) and bound_tokens(prompt) <= tokens
 
 
 def bound_tokens(text: str) -> int:
-    """Return the most tokens that a text can have, since a tokenizer makes at most one of each byte."""
+    """Return an upper bound on the tokens of a text. A tokenizer makes at most one token of each byte."""
     return len(text.encode()) + _SPECIAL_TOKENS
 
 
@@ -355,7 +346,7 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
     """Check that no row is longer than `limit`.
 
     Raises:
-        DataError: a row is; the message names the first, its length, and the number of such rows.
+        DataError: a row is longer. The message names the first such row, its length, and the number of such rows.
     """
     longer = [row for row, length in enumerate(lengths) if length > limit.tokens]
     if longer:
@@ -365,7 +356,7 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
 
 
 def make_length_error(prompts: int, shortest: int, limit: TokenLimit) -> DataError:
-    """Return the error that dropping prompts leaves none; `shortest` is the tokens of the shortest."""
+    """Return the error that all prompts are too long; `shortest` is the length of the shortest in tokens."""
     return DataError(
         f"data.overlong_prompts=drop leaves none of {prompts:,} prompts: the shortest has {shortest} tokens, more than "
         f"{limit.option}"

@@ -1,4 +1,4 @@
-"""Writes what follows a prompt as text: chat messages as the chat template writes them, strings as they are."""
+"""Writes the replies to prompts as text: the chat template writes chat messages, and strings stay as they are."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Reply:
     """The text that follows a prompt.
 
     Attributes:
-        text: the whole text.
-        others: the begin and the end, in letters, of each part in which someone else than the assistant speaks.
-        is_plain: true if the row has it as a string, not as chat messages.
+        others: the start and the end, as character positions, of each part that is not the assistant's.
+        is_plain: true if the row has the reply as a string, and not as chat messages.
     """
 
     text: str
@@ -30,22 +29,22 @@ class Reply:
 
 
 class ReplyWriter:
-    """Writes the replies to prompts that `prompts` writes."""
+    """Writes the replies to prompts; `prompts` writes the prompts themselves."""
 
     def __init__(self, prompts: PromptWriter) -> None:
         self._prompts = prompts
 
     @functools.cached_property
     def turn_end(self) -> int | None:
-        """The token that ends a text behind a prompt that the template wrote."""
+        """The token that ends a reply to a prompt which the template wrote."""
         end = turn_end(self._prompts.tokenizer)
         return self._prompts.tokenizer.eos_token_id if end is None else end
 
     def write(self, prompt: Any, text: str, reply: Any, tools: Any) -> Reply:
-        """Return a string as it is, and chat messages as the template writes them behind the prompt's `text`.
+        """Return a string unchanged, and chat messages as the template writes them after the prompt's `text`.
 
         Raises:
-            DataError: the template refuses them, or the assistant's words could not be told from others'.
+            DataError: the template rejects them, or the assistant's words cannot be told apart from other words.
         """
         if isinstance(reply, str):
             return Reply(reply, is_plain=True)
@@ -62,9 +61,9 @@ class ReplyWriter:
         whole = write(len(reply), False)
         if not whole.startswith(text) or len(whole) == len(text):
             raise DataError(
-                f"follows no prompt: the prompt ends with {text[-30:]!r}, which the chat template writes otherwise "
-                "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
-                "stands behind the prompt as it is"
+                f"does not continue the prompt: the prompt ends with {text[-30:]!r}, which the chat template writes "
+                "otherwise where this reply follows: give each turn of the assistant as a row of its own, and as a "
+                "text, which stands behind the prompt as it is"
             )
         other_parts: list[tuple[int, int]] = []
         start = len(text)
@@ -83,7 +82,7 @@ class ReplyWriter:
         return Reply(whole.removeprefix(text), tuple(other_parts))
 
     def _check_messages(self, prompt: Any, reply: Sequence[Any] | Any) -> None:
-        """Check that a reply is a list of messages that begins and ends with the assistant's.
+        """Check that a reply is a list of messages that begins and ends with the assistant.
 
         Raises:
             DataError: it is something else.
@@ -102,9 +101,10 @@ class ReplyWriter:
                 )
 
     def _share_turns(self, before: str, whole: str, start: int) -> str:
-        """Return the part that a chat shares with a longer one, to the end of its last turn, which begins at `start`.
+        """Return the part that a chat shares with a longer chat, up to the end of its last turn, which begins at
+        `start`.
 
-        A template may write more behind the end of a chat, `<|endoftext|>` say. Returns "" if the turn differs.
+        A template may write more after the end of a chat, such as `<|endoftext|>`. Returns "" if the turn differs.
         """
         if not whole.startswith(before) and self.turn_end is not None:
             turn, end, _ = before.rpartition(self._prompts.tokenizer.decode([self.turn_end]))

@@ -1,4 +1,4 @@
-"""Draws rows of a data set by weight from its sources, each in a new order each epoch; it resumes to the row."""
+"""Samples rows from the sources of a data set by weight, in a new order each epoch, and resumes at the exact row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
 
 _SERIALS_AT_ONCE = 4096
-"""Serial numbers whose sources are found together; the counts of each source are kept at each such part's beginning."""
+"""Serial numbers in a part. The counts of each source are kept for the beginning of each part."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""The fraction of the golden ratio in units of 2**-64: its multiples are spread most evenly."""
+"""The fractional part of the golden ratio, in units of 2**-64. Its multiples are spread most evenly."""
 
 
 class RowSource(Protocol):
-    """A data set from which a sampler draws."""
+    """A data set that a sampler samples from."""
 
     def __len__(self) -> int: ...
 
@@ -35,15 +35,15 @@ D = TypeVar("D", bound=RowSource)
 
 
 class Sampler(Generic[D]):
-    """Draws a fixed number of rows a step from a data set, without end.
+    """Samples a fixed number of rows per step from a data set, without end.
 
     Each epoch of a source goes once through all of its rows, in an order that depends only on `(seed, epoch)` and the
-    source's place. A step that reaches the end of an epoch continues with the next one. The source of a serial number
-    depends only on the seed, the weights and the number; among any rows that follow each other, each source has its
+    source's position. A step that reaches the end of an epoch continues with the next epoch. The source of a serial
+    number depends only on the seed, the weights and the number. Among any consecutive rows, each source has its
     fraction, to within a few rows.
 
     Attributes:
-        drawn: the number of rows that were drawn; their serial numbers begin at 0.
+        drawn: the number of rows sampled so far; their serial numbers begin at 0.
     """
 
     def __init__(
@@ -57,18 +57,16 @@ class Sampler(Generic[D]):
         """Start before the first row of epoch 0.
 
         Args:
-            dataset: the data set.
             rows_per_step: the number of rows that `next` returns.
-            seed: the seed of the order.
             sources: the sources of the data set's rows, one after the other; empty: all rows are one source.
-            ranks: the rank of each row of the data set: in each epoch rows of a lower rank come first, and rows of one
-                rank are shuffled; None: all rows are shuffled.
+            ranks: the rank of each row. In each epoch, rows with lower ranks come first, and rows of equal rank are
+                shuffled; None: all rows are shuffled.
 
         Raises:
             ValueError: `rows_per_step` is not positive, or the data set or a source is empty.
         """
         if rows_per_step < 1 or not len(dataset):
-            raise ValueError(f"cannot draw {rows_per_step} rows a step from {len(dataset)} rows")
+            raise ValueError(f"cannot take {rows_per_step} rows a step from {len(dataset)} rows")
         self.dataset = dataset
         self.rows_per_step = rows_per_step
         self.seed = seed
@@ -76,7 +74,7 @@ class Sampler(Generic[D]):
         self._sources = tuple(sources) or (Source("", "", len(dataset), 1.0),)
         self._sizes = np.array([source.rows for source in self._sources], dtype=np.int64)
         if self._sizes.sum() != len(dataset) or not self._sizes.all():
-            raise ValueError(f"sources of {self._sizes.tolist()} rows are not those of {len(dataset)} rows")
+            raise ValueError(f"the sources have {self._sizes.tolist()} rows, but the data set has {len(dataset)} rows")
         self._starts = np.cumsum(self._sizes) - self._sizes
         weights = [Fraction(source.weight) for source in self._sources]
         bounds = [int(2**64 * part / sum(weights)) for part in accumulate(weights[:-1])]
@@ -85,16 +83,15 @@ class Sampler(Generic[D]):
         self._forget()
 
     def next(self) -> Batch:
-        """Return the next step's rows."""
         return self.rows(self.next_serials(self.rows_per_step))
 
     def next_serials(self, count: int) -> range:
-        """Return the serial numbers of the next `count` rows."""
+        """Return the serial numbers of the next `count` rows, and count these rows as sampled."""
         self.drawn += count
         return range(self.drawn - count, self.drawn)
 
     def rows(self, serials: Sequence[int]) -> Batch:
-        """Return the rows of these serial numbers in this order, whether they were drawn before or not."""
+        """Return the rows with these serial numbers, in this order, whether or not they were sampled before."""
         indices = []
         for serial in serials:
             source, number = self._locate(serial)
@@ -103,12 +100,12 @@ class Sampler(Generic[D]):
         return self.dataset.rows(np.array(indices, dtype=np.int64))
 
     def epochs(self) -> dict[str, float]:
-        """Return how often the rows of each source were drawn, by its name."""
+        """Return the number of epochs of each source that were sampled, by its name."""
         counts = self._count(self.drawn)
         return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
 
     def metrics(self) -> dict[str, float]:
-        """Return `epochs` by names of metrics: `data/NAME/epoch`, or `data/epoch` of the only source."""
+        """Return `epochs` as metrics: `data/NAME/epoch`, or `data/epoch` for a single source."""
         return {f"data/{name}/epoch" if name else "data/epoch": epoch for name, epoch in self.epochs().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,11 +115,11 @@ class Sampler(Generic[D]):
         return state | ({"sources": self._list_sources()} if len(self._sources) > 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of a `state_dict`, with its seed; the number of rows a step may differ.
+        """Continue from the seed and position of a `state_dict`. The number of rows per step may differ.
 
         Raises:
-            DataError: the data set or a source had another number of rows when the state was taken, or `state_dict`
-                returns no such state.
+            DataError: the data set or a source had another number of rows when the state was taken, or the state is
+                damaged.
         """
         for name in ("seed", "epoch", "position", "rows"):
             value = state.get(name)
@@ -151,7 +148,7 @@ class Sampler(Generic[D]):
         self._forget()
 
     def _list_sources(self) -> list[list[Any]]:
-        """Return the name and the rows of each source in the types of JSON."""
+        """Return the name and the number of rows of each source, as JSON types."""
         return [[source.name, source.rows] for source in self._sources]
 
     def _forget(self) -> None:
@@ -161,7 +158,7 @@ class Sampler(Generic[D]):
         self._offset = np.uint64(int(np.random.default_rng([self.seed % 2**64]).integers(2**64, dtype=np.uint64)))
 
     def _locate(self, serial: int) -> tuple[int, int]:
-        """Return the source of a serial number, and how many rows were drawn from it before."""
+        """Return the source of a serial number, and the number of rows that were sampled from it before."""
         if len(self._sources) == 1:
             return 0, serial
         part = serial // _SERIALS_AT_ONCE
@@ -186,7 +183,6 @@ class Sampler(Generic[D]):
         return np.searchsorted(self._bounds, serials * np.uint64(_GOLDEN) + self._offset, side="right")
 
     def _shuffle(self, source: int, epoch: int) -> np.ndarray:
-        """Return the order of a source's rows in an epoch."""
         if (source, epoch) not in self._orders:
             epochs = sorted(number for of, number in self._orders if of == source)
             for old in epochs[:-1]:  # rows come from one epoch, or from two that meet

@@ -1,6 +1,6 @@
 """Finds the sources of a run's rows, with their weights, and ranks rows by a column.
 
-It imports neither torch nor numpy, because `plan` counts with it.
+It imports neither torch nor numpy, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from enginehouse_rl.data.files import RowProblems, describe_kind
 
 
 class Source(NamedTuple):
-    """Rows that follow each other in a data set and have their own epochs.
+    """Adjacent rows of a data set that have their own epochs.
 
     Attributes:
         name: its name in metrics; "" for the only source.
         path: its file; "" if it may have several.
-        rows: the number of rows.
-        weight: its weight; its fraction of the drawn rows is this, divided by the sum of all weights.
+        weight: its weight. Its fraction of the sampled rows is this weight, divided by the sum of all weights.
     """
 
     name: str
@@ -31,11 +30,10 @@ class Source(NamedTuple):
 
 
 def make_sources(files: str | Path | Sequence[str | Path] | Mapping[str, float], rows: Sequence[int]) -> list[Source]:
-    """Return the sources of `data.train`: each file if there are weights, else one with all rows.
+    """Return the sources of `data.train`: each file if the files have weights, otherwise one source with all rows.
 
     Args:
-        files: a path, several, or weights by path.
-        rows: the number of rows of each file.
+        files: a path, several paths, or weights by path.
 
     Raises:
         DataError: a file with a weight has no rows.
@@ -50,7 +48,7 @@ def make_sources(files: str | Path | Sequence[str | Path] | Mapping[str, float],
 
 
 def count_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """Count the ascending rows `kept` of each file; `rows` are the files' sizes."""
+    """Count the rows in `kept` (ascending) for each file; `rows` are the files' sizes."""
     counts = [0] * len(rows)
     ends = list(itertools.accumulate(rows))
     file = 0
@@ -62,7 +60,7 @@ def count_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
 
 
 def rank_values(values: Sequence[Any], column: str, where: Callable[[int], str]) -> list[int]:
-    """Return the rank of each row's value among the different values of `column`, by which `data.order_by` sorts.
+    """Return the rank of each row's value among the distinct values of `column`, by which `data.order_by` sorts.
 
     Raises:
         DataError: a value is no number.
@@ -80,7 +78,7 @@ def rank_values(values: Sequence[Any], column: str, where: Callable[[int], str])
 
 
 def _shorten_paths(paths: Sequence[str]) -> list[str]:
-    """Return the shortest unique end of each path, without its suffix: `gsm/train` beside `code/train`."""
+    """Return the shortest unique last part of each path, without its suffix: `gsm/train` beside `code/train`."""
     all_parts = [Path(path).with_suffix("").parts for path in paths]
     names = []
     for path, parts in zip(paths, all_parts, strict=True):

@@ -1,5 +1,3 @@
-"""The environment of one response to each prompt, scored by the configured reward. It is the default."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """Makes one response to each prompt. Implements `enginehouse.engines.environment.Environment`."""
+    """Generates one response to each prompt, which the configured reward scores. The default environment."""
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
         begun = find_begun_turn(policy.tokenizer, task.prompt, task.messages) if task.messages else ""
@@ -47,7 +44,6 @@ class SingleTurn:
 
 
 def make_episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
-    """Make the episode of a prompt and its response."""
     start = len(prompt)
     length = start + len(completion.token_ids)
     tokens, mask, logprobs = np.empty(length, np.int64), np.zeros(length, np.bool_), np.zeros(length, np.float32)

@@ -1,9 +1,10 @@
 """Checks that a run can train on the episodes of an environment, and above all that the policy generated their tokens.
 
-The policy must have generated each chosen token during this play, after exactly the tokens before it in the episode,
-and with its logprob. An environment that decodes a response and encodes it again, or that edits messages, breaks this
-without a sign: the loss would be of tokens that nobody generated. An environment that makes several rows of an episode
-also breaks it if it marks their common beginning as chosen in each of them, because the tokens would count twice.
+The policy must have generated each chosen token during this play, after exactly the tokens that precede it in the
+episode, and with the logprob that the episode states. An environment that decodes a response and encodes it again, or
+that edits messages, breaks this silently: the loss would train on tokens that nobody generated. An environment that
+makes several rows of an episode also breaks it if it marks their common prefix as chosen in each row, because these
+tokens would count twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 
 FAILED = "failed"
-"""Finish of an episode that could not be made, and so has no tokens of the policy."""
+"""Finish of an episode that could not be generated, and therefore has no tokens of the policy."""
 
 
 class MalformedEpisode(EnginehouseError):
@@ -39,8 +40,9 @@ class EpisodeChecks:
         environment: Name of the environment, for messages.
         vocabulary: Number of tokens that all models of the run know. None: any.
         most_tokens: Maximum number of tokens of a row. None: any.
-        token_rewards: True if rewards of single tokens are read.
-        temperature: Temperature at which the tokens are trained on. None: they are not trained on, or any is permitted.
+        token_rewards: True if the run reads rewards of single tokens.
+        temperature: Temperature at which the run trains on the tokens. None: any temperature is permitted, or the run
+            does not train on them.
     """
 
     environment: str
@@ -53,9 +55,8 @@ class EpisodeChecks:
         """Check the result of `Environment.run`.
 
         Args:
-            episodes: The result.
             count: Number of episodes that were requested.
-            drawn: Record of the policy's tokens. None: chosen tokens are not compared with it.
+            drawn: Record of the policy's tokens. None: chosen tokens are not checked against a record.
             task: Description of the task, for messages.
 
         Raises:
@@ -184,7 +185,7 @@ _COLUMNS = (
     ("logprobs", "fiu", "logprob"),
     ("versions", "iu", "weight version"),
 )
-"""Columns of an episode: name, permitted kinds of numpy dtypes, and the entry for each token in words."""
+"""Columns of an episode: name, permitted kinds of numpy dtypes, and a description of the entry for each token."""
 
 _TEXTS = ("prompt", "response")
 
@@ -223,7 +224,7 @@ def _check_score(score: Any) -> str:
         if problem := _check_text("the name of a figure of its score", name):
             return problem
         if is_reserved(name) or "/" in name:
-            return f"its score has a figure {name!r}, which no figure may be called (docs/rewards.md)"
+            return f"its score has a figure {name!r}, which is a reserved name (docs/rewards.md)"
         if not isinstance(value, _NUMBERS) or not math.isfinite(value):
             return f"the figure {name!r} of its score is {value!r}, not a number"
     texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))

@@ -1,4 +1,4 @@
-"""A record of the tokens that a policy generated during one play, against which tokens marked as chosen are checked."""
+"""A record of the tokens that a policy generated during one play. `checks` compares chosen tokens with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """The tokens generated after some prompt, int64, and their logprobs, float32, with the range of weight versions.
-
-    `temperature` is None if the environment left it to the run.
-    """
+    """The tokens generated after some prompt (int64) and their logprobs (float32), with the range of weight versions.
+    `temperature` is None if the environment left it to the run."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -34,21 +32,21 @@ class _Draw:
 
 
 class DrawnTokens:
-    """Remembers the tokens that a policy and its branches generate during one play."""
+    """Records the tokens that a policy and its branches generate during one play."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = None
         self._after: dict[int, dict[bytes, list[_Draw]]] = {}  # by length and digest of the tokens before
 
     def record(self, policy: Policy) -> Policy:
-        """Return a policy that remembers here what it generates."""
+        """Return a policy that adds to this record what it generates."""
         self._tokenizer = policy.tokenizer
         return _RecordedPolicy(policy, self)
 
     def add(
         self, tokens: Sequence[int], completions: Sequence[Completion], sampling: SamplingParams | None = None
     ) -> None:
-        """Remember completions of `tokens`; `sampling` is None if they were generated as the run is configured."""
+        """Record completions of `tokens`; `sampling` is None if the run's own sampling parameters were used."""
         before = np.asarray(tokens, dtype=np.int64)
         draws = self._after.setdefault(len(before), {}).setdefault(_digest(before).digest(), [])
         draws += [
@@ -70,15 +68,15 @@ class DrawnTokens:
         versions: np.ndarray,
         temperature: float | None = None,
     ) -> str:
-        """Describe the problem of the first chosen token of a row that the policy did not generate as stated. Empty if
-        there is none.
+        """Describe the problem of the first chosen token that the policy did not generate as stated; empty if there is
+        none.
 
         Args:
             tokens: Tokens of the row, int64 `(tokens,)`.
             mask: True for chosen tokens, bool `(tokens,)`.
             logprobs: Logprobs of the row, float32 `(tokens,)`.
             versions: Weight versions of the row, int64 `(tokens,)`.
-            temperature: Temperature at which the tokens are trained on. None: any.
+            temperature: Temperature at which the run trains on the tokens. None: any.
         """
         wrong = mask.copy()
         reached = [(start, draw, *_match(draw, tokens, start)) for start, draw in self._iterate_draws(tokens)]
@@ -119,7 +117,7 @@ class DrawnTokens:
         )
 
     def _describe_undrawn(self, tokens: np.ndarray, place: int, drawn: Sequence[int]) -> str:
-        """Describe a chosen token that the policy did not draw; `drawn` are tokens that it drew in its place."""
+        """Describe a chosen token that the policy did not generate; `drawn` are tokens that it generated there."""
         explanation = f"it drew {self._show(drawn[0])} there" if drawn else "it drew nothing after just these tokens"
         before = "after the one before it" if place == 1 else f"after the {place} before it"
         return (
@@ -136,18 +134,17 @@ class DrawnTokens:
         before: Sequence[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """Describe the problem of the first chosen token of a row that another row of the episode with the same
-        beginning has chosen already.
+        """Describe the first chosen token that another row of the episode, with the same prefix, has chosen already.
 
-        Empty if each such token is a further draw, because two branches may draw the same tokens.
+        Empty if the policy generated each such token again, because two branches may generate the same tokens.
 
         Args:
             tokens: Tokens of the row, int64 `(tokens,)`.
             mask: True for chosen tokens, bool `(tokens,)`.
             before: Tokens and mask of the episode's earlier rows.
-            again: For each token of this play, by the digest of the tokens up to it, the number of rows that chose it
-                and were not the first of their episode to do so. Episodes may share what was generated, so one draw may
-                be the first of each.
+            again: Counts the repeated choices of each token in this play, by the digest of the tokens up to it. The
+                first row of an episode that chooses a token is not counted, because episodes may share generated
+                tokens.
         """
         times = np.zeros(len(tokens), np.int64)
         for other_tokens, chosen in before:
@@ -170,7 +167,7 @@ class DrawnTokens:
         return ""
 
     def _iterate_draws(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
-        """Yield what was generated after the first tokens of a row, with the number of these tokens."""
+        """Yield what was generated after a prefix of a row, with the length of the prefix."""
         digest, hashed = _digest(tokens[:0]), 0
         for start in sorted(self._after):
             if start >= len(tokens):
@@ -187,7 +184,7 @@ class DrawnTokens:
 
 
 class _RecordedPolicy(SamplingPolicy):
-    """Implements `enginehouse.engines.environment.Policy`."""
+    """Implements `enginehouse.engines.environment.Policy`, and records the completions of another policy."""
 
     def __init__(self, policy: Policy, drawn: DrawnTokens):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
@@ -196,14 +193,12 @@ class _RecordedPolicy(SamplingPolicy):
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """See the protocol."""
         before: Any = np.array(tokens, dtype=np.int64)  # they may change while these are drawn
         completions = await self._policy.samples(before, n, sampling)
         self._drawn.add(before, completions, sampling)
         return completions
 
     def branch(self, name: str) -> Policy:
-        """See the protocol."""
         return _RecordedPolicy(self._policy.branch(name), self._drawn)
 
 
@@ -213,15 +208,15 @@ def _is_at(draw: _Draw, temperature: float | None) -> bool:
 
 
 def _match(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
-    """Return the place at which a row stops matching what was generated after its first `start` tokens, and True if
-    more was generated than that."""
+    """Return the place up to which a row matches what was generated at `start`, and True if more was generated than
+    that."""
     is_equal = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
     count = len(is_equal) if is_equal.all() else int(is_equal.argmin())
     return start + count, count < len(draw.tokens)
 
 
 def _count_common(tokens: np.ndarray, other_tokens: np.ndarray) -> int:
-    """Return the number of tokens that two rows have in common at the beginning."""
+    """Return the number of tokens at the beginning of two rows that are equal."""
     count = min(len(tokens), len(other_tokens))
     is_equal = tokens[:count] == other_tokens[:count]
     return count if is_equal.all() else int(is_equal.argmin())

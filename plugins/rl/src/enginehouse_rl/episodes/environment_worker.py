@@ -1,8 +1,8 @@
-"""The worker's side of environments in processes of their own; `worker_pool` is the controller's side.
+"""The worker's side of environments in separate processes; `worker_pool` is the controller's side.
 
-A worker plays tasks as the controller would. It requests tokens from the controller's fleet, because only the fleet
-knows which replicas are free and which are lost. The tokens go from the replica to the worker directly, and the rows
-go from the worker to the trainer directly. The controller only gets what `ScoredGroup` and `DistributedBatch` hold.
+A worker plays tasks like the controller. It requests tokens from the controller's fleet, because only the fleet knows
+which replicas are free and which are lost. The tokens go directly from the replica to the worker, and the rows go
+directly from the worker to the trainer. The controller gets only `ScoredGroup` and `DistributedBatch`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 SILENT_SECONDS = 10.0
-"""Seconds after which a worker reports even without news, unless half a call's time limit is shorter. A worker that is
-silent for a call's whole time limit counts as hanging."""
+"""Seconds after which a worker reports even without news; at most half of a call's time limit. A worker that is silent
+for the whole time limit counts as hanging."""
 
 
 class EnvironmentWorker(Worker):
-    """Plays tasks for the controller. `kinds` are the purposes for which tasks are played, by name."""
+    """Plays tasks for the controller. `kinds` are the kinds of tasks, by name."""
 
     _tokenizer: Any = None
     _watchdog: LoopWatchdog | None = None
@@ -82,11 +82,9 @@ class EnvironmentWorker(Worker):
 
     @register(collect="distributed")
     async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
-        """Accept orders, and return a report once there is news, as `AnswerQueue` does.
+        """Accept orders, and return a report once there is news (see `AnswerQueue`).
 
-        Args:
-            orders: New orders.
-            drawn: Tokens and logprobs of each answer in the orders.
+        `drawn` has the tokens and logprobs of each answer in the orders.
         """
         if self._watches and self._watchdog is None:
             self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
@@ -104,11 +102,10 @@ class EnvironmentWorker(Worker):
 
     @register
     def describe(self) -> dict[str, Any]:
-        """Describe this process, for reports."""
         return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
 
     def shutdown(self) -> None:
-        """Stop the processes of the reward."""
+        """Stop the processes of the rewards."""
         logging.getLogger().removeHandler(self._warnings)
         if self._watchdog is not None:
             self._watchdog.close()
@@ -170,7 +167,7 @@ class EnvironmentWorker(Worker):
         self._answers.speak()
 
     async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
-        """Generate like `RolloutFleet.generate`."""
+        """Generate as `RolloutFleet.generate` does, through the controller."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._requests[kind].append((number, request))
@@ -214,7 +211,7 @@ class EnvironmentWorker(Worker):
 
 
 class _WarningCollector(logging.Handler):
-    """Collects the warnings of enginehouse and its plugins, so that the controller can log them."""
+    """Collects the warnings of enginehouse and its plugins, which the controller then logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -231,17 +228,16 @@ class _WarningCollector(logging.Handler):
 
 
 class _WorkerTokens:
-    """The fleet's stand-in for a policy in a worker."""
+    """Takes the place of the fleet for a policy in a worker."""
 
     def __init__(self, worker: EnvironmentWorker, kind: str):
         self._worker, self._kind = worker, kind
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `RolloutFleet.generate`."""
         return await self._worker.draw(self._kind, request)
 
 
 def _split_notes(groups: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
-    """Return the rows of groups with texts as bytes, and apart from them the columns of objects."""
+    """Return the rows of groups, with texts as bytes; and separately the columns that contain Python objects."""
     batch = encode_texts(build_rows(groups)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}

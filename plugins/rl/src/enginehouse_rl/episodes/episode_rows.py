@@ -1,7 +1,7 @@
-"""Joins the rows of an episode for what judges episodes, and gives its results back to the rows.
+"""Joins the rows of each episode for functions that work on episodes, and distributes their results to the rows.
 
-The rows of an episode are adjacent, and the last row is its own (`scored_group.build_batch`). So no value moves: of a
-ragged column only the offsets change. An advantage need not know of rows.
+The rows of an episode are adjacent, and its last row holds the values of the episode (`scored_group.build_batch`). So
+no values move: for a ragged column, only the offsets change. An advantage need not know about rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enginehouse.data.columns import COLUMNS
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 REDUCED_COLUMNS = {column.name: REDUCTIONS[column.of_episode] for column in COLUMNS if column.of_episode in REDUCTIONS}
-"""Columns of one number a row to which all rows of an episode contribute, with the function that combines them."""
+"""Columns with one number per row, to which all rows of an episode contribute, and the function that combines them."""
 
 
 class EpisodeRows:
@@ -29,7 +29,7 @@ class EpisodeRows:
     Attributes:
         index: Number of each row's episode from 0, int64 `(rows,)`.
         last: Number of the last row of each episode, int64 `(episodes,)`.
-        are_single: True if each episode is one row.
+        are_single: True if each episode has one row.
     """
 
     def __init__(self, episode: torch.Tensor):
@@ -47,8 +47,8 @@ class EpisodeRows:
     def join(self, samples: Batch) -> Batch:
         """Return the samples with one row for each episode.
 
-        A ragged column has the values of all rows of the episode, and `REDUCED_COLUMNS` are combined. Any other column
-        has the value of the last row, which holds the values of the whole episode.
+        A ragged column gets the values of all rows of the episode, and `REDUCED_COLUMNS` are combined. Any other column
+        keeps the value of the last row, which holds the values of the episode.
         """
         if self.are_single:
             return samples
@@ -62,13 +62,12 @@ class EpisodeRows:
         return Batch({name: column}).take(self.last)[name]
 
     def apply(self, make: Callable[[Batch], Batch], samples: Batch, lengths: torch.Tensor) -> dict[str, Any]:
-        """Return the columns that a function of one row for each episode adds or changes, as columns of the episodes'
-        rows. Values by token stay at their token, and each row of an episode gets its values by episode.
+        """Return the columns that a function of episodes adds or changes, as columns of the episodes' rows.
+
+        Values of a token stay at their token. Values of an episode are repeated for each of its rows.
 
         Args:
-            make: Returns the samples with more columns.
-            samples: Columns that the function needs.
-            lengths: Number of tokens of each row.
+            make: Takes samples with one row for each episode, and returns them with more columns.
         """
         joined = self.join(samples)
         extended = make(joined)

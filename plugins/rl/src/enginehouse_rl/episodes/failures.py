@@ -1,4 +1,4 @@
-"""Failures of episodes and groups: their reasons, and the policy `rollout.on_failure` that decides what follows."""
+"""The reasons why episodes and groups fail, and the policy `rollout.on_failure`, which decides what follows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 MOST_RETRIES = 2
 REASONS = ("error", "time", "replica", "worker", "unscored")
-"""Reasons why an episode fails: the environment raised an error; it took too long; its request took replicas down; the
-worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
+"""Reasons why an episode fails: the environment raised an error; it took too long; its request killed replicas; its
+worker was lost; or it got no score, and `reward.on_error` leaves it out."""
 
 
 class EpisodeFailed(EnginehouseError):
-    """An episode failed, and the run ends because of it. The failure is the `__cause__`."""
+    """An episode failed and ends the run. The failure is the `__cause__`."""
 
 
 class EpisodeTooLate(EnginehouseError):
-    """An episode took longer than permitted."""
+    """An episode took longer than its time limit."""
 
 
 class WorkerLost(EnginehouseError):
@@ -47,13 +47,9 @@ class GivenUp(Exception):
 
 
 class Failures:
-    """Counts failures and applies the policy to each.
+    """Counts failures, and applies the policy `rollout.on_failure` to each.
 
-    Args:
-        policy: `rollout.on_failure`.
-
-    Attributes:
-        last_error: The latest failure.
+    `last_error` is the latest failure.
     """
 
     def __init__(self, policy: OnFailure):
@@ -70,7 +66,6 @@ class Failures:
             what: Name of what failed, for messages.
             episodes: Number of episodes that failed with it.
             number: Number of earlier failures of the same thing.
-            error: The failure.
 
         Raises:
             GivenUp: The run continues without it.
@@ -92,17 +87,17 @@ class Failures:
             raise GivenUp from error
 
     def leave_out(self, episodes: int, why: str) -> None:
-        """Count episodes that nobody could score. The reward has warned of the first."""
+        """Count episodes without a score. The reward has already warned of the first."""
         self.last_error = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
         self._counts["unscored"] += episodes
 
     def take_counts(self) -> Counter[str]:
-        """Return how many episodes failed since the last call, by reason, and reset the counts."""
+        """Return the number of episodes that failed since the last call, by reason."""
         counts, self._counts = self._counts, Counter()
         return counts
 
     def warn_again(self) -> None:
-        """Warn of the next failure of each reason, even if an earlier failure was warned of."""
+        """Warn of the next failure of each reason, even after an earlier warning of it."""
         self._warned.clear()
 
     def _warn(self, what: str, error: BaseException) -> None:
@@ -112,7 +107,7 @@ class Failures:
         self._warned.add(reason)
         has_trace, self._traced = reason in self._traced, self._traced | {reason}
         log.warning(
-            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
+            "%s failed (rollout.on_failure=%s): %s. Further failures of this step are only counted",
             what,
             self.policy,
             describe_error(error).splitlines()[0],
@@ -121,7 +116,7 @@ class Failures:
 
 
 def count_failures(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return metrics that count the failed episodes by reason."""
+    """Return metrics that count failed episodes by reason."""
     return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
@@ -129,10 +124,10 @@ FATAL_ERRORS = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError
 
 
 def find_fatal_cause(error: BaseException) -> Exception | None:
-    """Return the cause of an error that ends the run under any policy, or None.
+    """Return the cause of an error if it ends the run under any policy, else None.
 
-    Such causes are rewards without a score, mistakes of the user or the environment, and errors of the controller
-    other than a failed request for tokens.
+    Such causes are rewards without a score, mistakes of the user or the environment, and errors of the controller other
+    than a failed request for tokens.
     """
     for cause in walk_causes(error):
         is_request = isinstance(cause, PoisonousRows | RemoteError)
@@ -150,7 +145,7 @@ def _find_reason(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error and the line of the user's code that raised it. Of a group of errors, describe the first."""
+    """Describe an error and the line of the user's code that raised it. For a group of errors, describe the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnginehouseError):
@@ -162,5 +157,4 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_task(task: Task) -> str:
-    """Describe a task briefly, for messages."""
     return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"

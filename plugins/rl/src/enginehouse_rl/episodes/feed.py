@@ -1,7 +1,7 @@
-"""The feed hands out groups of scored episodes in order of arrival.
+"""The feed hands out groups of scored episodes in their order of arrival.
 
-The feed plays tasks on its own event loop in a thread, so that the loop of steps is plain code that takes groups from
-it. `enginehouse_rl.episodes.staleness` decides which groups begin and which a step takes.
+It plays tasks on its own event loop in a thread, so that the training loop is plain code that takes groups from it.
+`enginehouse_rl.episodes.staleness` decides which groups begin and which groups a step takes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.tasks import Tasks
 
 MOST_REFUSED = 10
-"""Number of groups, as a multiple of a step's groups, that a filter may refuse or a failure policy may drop in a row
-before the feed gives up."""
+"""The feed gives up after this many steps' worth of groups in a row have been rejected by the filter or dropped by the
+failure policy."""
 QUIET_SECONDS = 10.0
-"""Seconds after which a caller that waits for episodes is told that none have arrived, so that it can report this."""
+"""Seconds after which a caller that waits for episodes learns that none has arrived, so that it can report this."""
 REASONS = ("refused", "dropped", "left_over")
-"""Reasons why a group is not trained on: a filter refused it; the failure policy left no episode of it; it was not
-needed, and its task is repeated."""
+"""Reasons why a group is not trained on: a filter rejected it; the failure policy left no episode of it; or the step
+did not need it, so its task is repeated."""
 
 
 class NoGroupKept(EnginehouseError):
-    """No group is trained on, because a filter keeps none or all of them fail."""
+    """No group is trained on, because the filter rejects all of them or all of them fail."""
 
 
 class Feed:
@@ -45,8 +45,6 @@ class Feed:
 
     Args:
         loop: Event loop on which tasks are played; nothing else may block it.
-        tasks: Source of the tasks.
-        runner: Makes the episodes of the tasks.
         schedule: Decides how many groups begin and which groups a step takes.
 
     Attributes:
@@ -73,8 +71,8 @@ class Feed:
         """Begin a step by starting to generate its groups. Call `draw` and `take` afterwards.
 
         Args:
-            version: Version of the weights that generate the groups; they may also come from later weights.
-            remaining: Number of groups to train on until the run ends, this step's included.
+            version: Version of the weights at the start of generation; newer weights may arrive meanwhile.
+            remaining: Number of groups to train on until the run ends, including this step's.
         """
         self._begun = self._loop.call(self._begin_step, version, remaining)
 
@@ -82,11 +80,11 @@ class Feed:
         """Wait for a step's groups, and begin them unless `begin` did. Takes the arguments of `begin`.
 
         Yields:
-            The number of the step's episodes that were generated since the last yield, and now and then 0 while none
-            is. The iterator ends when all episodes of the step are generated, scored or not.
+            The number of the step's episodes that were generated since the last yield; 0 from time to time if none was.
+            The iterator ends when all episodes of the step are generated, whether or not they are scored.
 
         Raises:
-            NoGroupKept: The filter refuses, or failures drop, one group after another.
+            NoGroupKept: The filter rejects, or failures drop, one group after another.
             EnginehouseError: Another error ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:
@@ -113,17 +111,23 @@ class Feed:
         return message
 
     def state(self) -> dict[str, Any]:
-        """Return plain data from which `Tasks.restore` resumes. It names the next tasks, and the tasks that were handed
-        out but not trained on, except by the step whose groups were taken last."""
+        """Return plain data from which `Tasks.restore` resumes.
+
+        It names the next tasks, and the tasks that were handed out but not trained on. Tasks of the groups that were
+        taken last count as trained on.
+        """
         return self._loop.call(lambda: self._tasks.state(self._schedule.open_groups))
 
     def metrics(self) -> dict[str, float]:
-        """Return, since the last call, the number of groups that were not trained on and of episodes that failed, by
-        reason (`EpisodeRunner.metrics`), and the number of groups in progress."""
+        """Return the number of groups in progress, and counts since the last call.
+
+        They count the groups that were not trained on, and the episodes that failed (`EpisodeRunner.metrics`), by
+        reason.
+        """
         return self._loop.call(self._take_metrics)
 
     def close(self) -> None:
-        """Cancel everything in progress."""
+        """Cancel all tasks in progress."""
         self._loop.call(self._cancel)
 
     # On the event loop
@@ -136,7 +140,7 @@ class Feed:
         return missing
 
     def _advance(self) -> None:
-        """Begin the tasks that may begin, and hand over the groups that the step waits for if they are complete."""
+        """Begin the tasks that may begin, and hand over the groups that the step waits for once they are complete."""
         if self._error is None:
             try:
                 for task in self._tasks.next(self._schedule.count_room(self._missing, self._remaining)):
@@ -168,7 +172,7 @@ class Feed:
         self._playing[task.serial] = asyncio.get_running_loop().create_task(self._play_task(task))
 
     async def _play_task(self, task: Task) -> None:
-        """Make a group, then keep it or refuse it."""
+        """Generate a group, then keep or reject it."""
         serial = task.serial
         try:
             group = await self._runner.play_group(task, lambda: self._note_drawn(serial))
@@ -190,7 +194,7 @@ class Feed:
         self._advance()
 
     def _note_drawn(self, serial: int) -> None:
-        """Note that a group's episodes are generated and are being scored."""
+        """Record that a group's episodes are generated and are being scored."""
         if serial in self._drawing:
             self._drawing.discard(serial)
             if self._missing:
@@ -210,8 +214,7 @@ class Feed:
             self._fail(_make_no_group_kept(self._unused, self._runner.last_error))
 
     def _leave_over(self, serials: Sequence[int]) -> None:
-        """Give up groups that are too late for any step, and repeat their tasks, so that long responses are trained
-        on."""
+        """Drop groups that are too late for any step, and repeat their tasks, so that long responses are trained on."""
         self._tasks.repeat(serials)
         self._left_over.update(serials)
         self._counts["left_over"] += len(serials)
@@ -238,7 +241,7 @@ class Feed:
 
 
 class RunningTasks:
-    """Tasks that are played concurrently from now on. Iterating yields each group as it ends."""
+    """Plays tasks concurrently, from its creation on. Iterating yields each group as it ends."""
 
     def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):
         self._messages: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()
@@ -258,7 +261,7 @@ class RunningTasks:
             self._messages.put(None)
 
     def __iter__(self) -> Iterator[ScoredGroup]:
-        """Yield the groups that were not yielded yet, and raise the error that ended the playing."""
+        """Yield the groups that were not yielded yet; raise the error that ended the tasks."""
         while (group := self._messages.get()) is not None and not isinstance(group, BaseException):
             yield group
         self._messages.put(group)  # for who asks again
@@ -267,35 +270,34 @@ class RunningTasks:
 
     @property
     def is_ended(self) -> bool:
-        """True if no task is being played any more."""
+        """True if all tasks have ended."""
         return self._all.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` and return `is_ended`."""
         return bool(concurrent.futures.wait([self._all], seconds).done)
 
     def cancel(self) -> None:
-        """Cancel all tasks. The groups must not be asked for afterwards."""
+        """Cancel all tasks. Do not iterate afterwards."""
         self._all.cancel()
 
 
 def _make_no_group_kept(groups: Sequence[ScoredGroup], last: BaseException | None) -> NoGroupKept:
-    """Make the error that none of `groups` is trained on. `last` is the latest failure."""
+    """Make the error that all of `groups` were rejected or dropped. `last` is the latest failure."""
     refused, problems = [group for group in groups if group.rewards], []
     if refused:
         rewards = [group.rewards for group in refused]
         equal = sum(len(set(group_rewards)) == 1 for group_rewards in rewards)
         flat = [reward for group_rewards in rewards for reward in group_rewards]
         problems.append(
-            f"rollout.keep refused {len(refused)} groups one after another. In {equal} of them all rewards are equal; "
-            f"their rewards are {min(flat):g} to {max(flat):g}, {statistics.fmean(flat):.3g} on average. Are the "
-            "prompts too easy or too hard, or the temperature too low? More samples_per_prompt make differences "
-            "likelier"
+            f"rollout.keep refused {len(refused)} groups one after another. In {equal} of them all rewards are "
+            f"equal; their rewards are {min(flat):g} to {max(flat):g}, {statistics.fmean(flat):.3g} on average. Are "
+            "the prompts too easy or too hard, or the temperature too low? A larger samples_per_prompt makes "
+            "differences more likely"
         )
     if dropped := len(groups) - len(refused):
         cause = "the environment returned no episode" if last is None else f"at last: {describe_error(last)}"
         problems.append(
-            f"{dropped} groups one after another were dropped (rollout.on_failure), as they failed; {cause}"
+            f"{dropped} groups one after another were dropped (rollout.on_failure), because they failed; {cause}"
         )
     error = NoGroupKept("; ".join(problems))
     error.__cause__ = last if dropped else None

@@ -1,4 +1,4 @@
-"""The play context serves an environment during one try of a task: it scores, plays episodes and keeps the deadline."""
+"""The play context serves an environment during one try of a task: it scores, plays and times episodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class PlayContext:
 
     Attributes:
         verdict: Error of one episode of `each` that fails the whole task.
-        left_out: Number of episodes of `each` that the run continues without.
+        left_out: Number of episodes of `each` without which the run continues.
         activity: Counts what the episodes wait for. None: nothing is counted.
-        unended: Number of its episodes that `activity` counts as in progress.
-        traces: Traces of its episodes by the identity of their tokens, because an environment may change their score or
+        unended: Number of this task's episodes that `activity` counts as in progress.
+        traces: Traces of the episodes by the identity of their tokens, because an environment may change their score or
             order.
-        unscored: Number of its episodes for which no score was requested.
+        unscored: Number of episodes for which the environment has not requested a score.
     """
 
     samples: int
@@ -52,7 +52,6 @@ class PlayContext:
         self.unscored = self.samples
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """See the protocol."""
         self.unscored -= len(rows)
         if self.unscored <= 0:
             self.scoring()
@@ -61,7 +60,7 @@ class PlayContext:
 
     @contextmanager
     def track_episodes(self) -> Iterator[None]:
-        """Count the episodes as in progress until each ends, or until the context ends."""
+        """Count the episodes as in progress until each one ends, or until the context ends."""
         self._end(-self.samples)
         try:
             yield
@@ -74,7 +73,7 @@ class PlayContext:
             self.activity.episodes -= episodes
 
     def trace_policy(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
-        """Return a policy that reports its requests, if activity is counted."""
+        """Return a policy that reports its requests, unless activity is not counted."""
         return policy if self.activity is None else TracedPolicy(policy, self.activity, turns)
 
     def find_trace(self, episode: Episode) -> Trace | None:
@@ -83,7 +82,6 @@ class PlayContext:
         return trace
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """See the protocol."""
         self.deadline.pause()
         playing = [asyncio.create_task(self._play_one(play, index)) for index in range(self.samples)]
         try:
@@ -124,7 +122,7 @@ class PlayContext:
             self._end(min(self.unended, 1))
 
     def _make_masked(self) -> Episode:
-        """Return the episode that replaces a failed one under the policy `mask`."""
+        """Return the episode that replaces a failed episode under the policy `mask`."""
         tokens = self.task.prompt_ids
         zeros = [0] * len(tokens)
         score = program.RowScore(0.0, {})
@@ -132,11 +130,11 @@ class PlayContext:
 
 
 class EpisodeDeadline:
-    """A time limit that can be paused. It runs from the beginning.
+    """A time limit that can be paused. It starts when it is created.
 
     Attributes:
         seconds: Time limit. None: it never passes.
-        spent: Seconds that had passed when the clock was paused last.
+        spent: Seconds that had passed at the last pause.
         expiry: Future that is done once the time has passed.
     """
 
@@ -150,13 +148,11 @@ class EpisodeDeadline:
         self.resume()
 
     def pause(self) -> None:
-        """Pause the clock."""
         if self._timer is not None:
             self._timer.cancel()
             self._left, self._timer = self._timer.when() - self._loop.time(), None
             self.spent = (self.seconds or 0.0) - self._left
 
     def resume(self) -> None:
-        """Let the clock run again."""
         if self._left is not None and self._timer is None and not self.expiry.done():
             self._timer = self._loop.call_later(self._left, self.expiry.set_result, None)

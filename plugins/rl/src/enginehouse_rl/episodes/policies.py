@@ -1,4 +1,4 @@
-"""Policies request tokens from a fleet, or from what stands in for a fleet."""
+"""Policies, which request tokens from a fleet or from a replacement of a fleet."""
 
 from __future__ import annotations
 
@@ -15,39 +15,34 @@ if TYPE_CHECKING:
 
 
 class SamplingPolicy:
-    """The part of `enginehouse.engines.environment.Policy` that follows from `samples`: one completion is one
-    sample."""
+    """A policy in which `generate` requests one of `samples`."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See the protocol."""
         (completion,) = await self.samples(tokens, 1, sampling)
         return completion
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """See the protocol."""
+        """Return `n` completions of `tokens`."""
         raise NotImplementedError
 
 
 class TokenSource(Protocol):
-    """The source of a policy's tokens: a fleet, or its stand-in."""
+    """The source of a policy's tokens: a fleet, or a replacement of it."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `RolloutFleet.generate`."""
-        ...
+    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
 
 class FleetPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
-        fleet: Source of the tokens.
-        tokenizer: Tokenizer of the model. The tokens that end a text for it also end a response.
-        sampling: Sampling parameters, unless a call sets its own.
-        name: Prefix of its requests' ids.
-        seed: Seed of its first call. The seeds of later calls depend on it and on the call's number.
-        is_greedy: True if the most likely tokens are chosen, whatever a call sets.
+        tokenizer: Tokenizer of the model. Its end tokens also end a response.
+        sampling: Sampling parameters for calls that set none.
+        name: Prefix of the ids of its requests.
+        seed: Seed of its first call. Later calls derive their seeds from it and from their number.
+        is_greedy: True if the most likely tokens are chosen, whatever temperature a call sets.
     """
 
     def __init__(
@@ -70,7 +65,6 @@ class FleetPolicy(SamplingPolicy):
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """See the protocol."""
         number, self._calls = self._calls, self._calls + 1
         sampling = replace(sampling or self.sampling, n=n, seed=self._make_seed(number))
         if self._is_greedy:
@@ -79,7 +73,6 @@ class FleetPolicy(SamplingPolicy):
         return result.completions
 
     def branch(self, name: str) -> FleetPolicy:
-        """See the protocol."""
         return self._branch(name, self._is_greedy)
 
     def branch_greedily(self) -> FleetPolicy:

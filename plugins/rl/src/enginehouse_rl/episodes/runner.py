@@ -1,20 +1,16 @@
-"""Episode runners have an environment play tasks, and apply `rollout.on_failure` to episodes that fail.
+"""Episode runners let an environment play tasks, and apply `rollout.on_failure` to episodes that fail.
 
-An environment is code of the user, and so is what it speaks to. It may raise, never end, or send a request that takes
-replicas down. `rollout.on_failure` then decides what happens:
+An environment is the user's code, and it may call services of the user. It may raise an error, never end, or send a
+request that kills replicas. `rollout.on_failure` then decides what happens:
 
-| policy | |
-|---|---|
-| `fail` | the run ends |
-| `retry` | the episode is made again, up to `MOST_RETRIES` times, with other seeds; after that as `fail` |
-| `drop` | the episode is left out of its group |
-| `drop_group` | the group is dropped, and another task replaces it |
-| `mask` | the prompt alone replaces the episode: it is not trained on, and its reward of 0 counts in its group |
+| policy | | |---|---| | `fail` | the run ends | | `retry` | the episode is generated again, up to `MOST_RETRIES` times,
+with other seeds; after that as `fail` | | `drop` | the episode is left out of its group | | `drop_group` | the group is
+dropped, and another task replaces it | | `mask` | the prompt alone replaces the episode: it is not trained on, and its
+reward of 0 counts in its group |
 
-If the environment plays each episode by itself (`EpisodeContext.each`), a failure affects only its episode, otherwise
-the whole group. A group without a remaining episode has nothing to train on, so `drop` and `mask` drop it too.
-
-Failures that other tasks would not cure end the run under any policy (`find_fatal_cause`).
+If the environment plays each episode separately (`EpisodeContext.each`), a failure affects only its episode; otherwise
+it affects the whole group. A group without remaining episodes has nothing to train on, so `drop` and `mask` drop it
+too. Failures that other tasks would have as well end the run under any policy (`find_fatal_cause`).
 """
 
 from __future__ import annotations
@@ -60,26 +56,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
 Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
-"""Function that scores rows, like that of `WeightedRewards.scorer`."""
+"""Function that scores rows, like the result of `WeightedRewards.scorer`."""
 
 
 class TaskRunner(Protocol):
-    """The runner that the feed uses: an `EpisodeRunner`, or a runner that lets another process play."""
+    """The runner that the feed uses: an `EpisodeRunner`, or one with its methods that lets another process play."""
 
     samples: int
 
     @property
-    def last_error(self) -> BaseException | None:
-        """The latest failure."""
-        ...
+    def last_error(self) -> BaseException | None: ...
 
-    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """See `EpisodeRunner.play_group`."""
-        ...
+    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup: ...
 
-    def metrics(self) -> dict[str, float]:
-        """See `EpisodeRunner.metrics`."""
-        ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +78,10 @@ class TaskKind:
 
     Attributes:
         sampling: Sampling parameters, unless the environment sets its own; `n` is the number of episodes of each task.
-        tasks: Number of tasks over which the reward's failures are counted together.
-        filtered: True if the run's filter decides which groups are trained on; otherwise all are.
-        is_benchmark: True if the tasks are items of a benchmark: each is answered once, and lm-eval scores the
-            response.
+        tasks: Number of tasks over which failures of the reward are counted together.
+        filtered: True if the run's filter decides which groups are trained on.
+        is_benchmark: True if the tasks are items of a benchmark. Each item then gets one response, which lm-eval
+            scores.
     """
 
     sampling: SamplingParams
@@ -102,7 +92,7 @@ class TaskKind:
 
 @dataclass(frozen=True, slots=True)
 class _TaskEpisodes:
-    """Episodes, with their traces if the environment plays each by itself."""
+    """Episodes, with their traces if the environment plays each episode separately."""
 
     episodes: Sequence[Episode]
     traces: tuple[Trace | None, ...] = ()
@@ -112,19 +102,16 @@ class EpisodeRunner:
     """Plays tasks on one event loop.
 
     Args:
-        environment: Makes the episodes.
-        make_policy: Makes the policy that generates a task's episodes.
-        scorer: Scores the episodes.
         samples: Number of episodes of a task.
         on_failure: Policy for an episode that fails (`Failures`).
-        seconds: Longest time for making an episode, or a whole group if the environment does not play each episode by
-            itself. It includes the time spent waiting for replicas and rewards. None: no limit.
-        keep: Returns True for a group that is trained on. None: all are.
-        baseline: Plays one more episode of a task, with whose reward the task's other rewards are compared. None: no
-            comparison.
-        checks: Checks of the environment's episodes. None: the environment is known to make valid ones.
-        activity: Counts what the episodes wait for. If it is given, traces are kept. None: nothing is counted.
-        leaves_out: True if an episode that nobody could score is left out of its group (`reward.on_error`).
+        seconds: Time limit for an episode, or for a whole group if the environment does not play each episode
+            separately. It includes the time spent waiting for replicas and rewards. None: no limit.
+        keep: Returns True for a group that is trained on. None: all groups are.
+        baseline: Plays one more episode of a task, whose reward is the baseline for the task's other rewards. None: no
+            baseline.
+        checks: Checks of the environment's episodes. None: the environment is known to return valid episodes.
+        activity: Counts what the episodes wait for, and makes the runner keep traces. None: nothing is counted.
+        leaves_out: True if an episode without a score is left out of its group (`reward.on_error`).
     """
 
     def __init__(
@@ -149,7 +136,7 @@ class EpisodeRunner:
         self._longest = 0.0  # seconds of the longest attempt that ended, of those with a limit
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """Play a task and decide whether its episodes are trained on. Takes the arguments of `play`."""
+        """Play a task and decide whether the run trains on its episodes. Takes the arguments of `play`."""
         if self._baseline is None:
             played = await self._make_episodes(task, scoring)
             group = Group(task, played.episodes)
@@ -174,12 +161,11 @@ class EpisodeRunner:
         """Return the episodes of a task. There are fewer of them, or none, if the failure policy leaves some out.
 
         Args:
-            task: Task to play.
             scoring: Called when the task's episodes are generated and the last of them is about to be scored.
 
         Raises:
-            EpisodeFailed: An episode failed and the policy ends the run, or it raised no `Exception` but, for example,
-                `SystemExit`.
+            EpisodeFailed: An episode failed and the policy ends the run, or it raised an error that is no `Exception`,
+                such as `SystemExit`.
             MalformedEpisode: An episode does not pass the checks.
             EnginehouseError: An error that ends the run under any policy.
         """
@@ -272,12 +258,12 @@ class EpisodeRunner:
         return self.failures.last_error
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of episodes that failed since the last call by reason, counting each try."""
+        """Return the number of episodes that failed since the last call, by reason. Each try counts."""
         self.failures.warn_again()
         return count_failures(self.take_counts())
 
     def take_counts(self) -> Counter[str]:
-        """Return the number of episodes that failed since the last call of this or of `metrics`, by reason."""
+        """Return the number of episodes that failed since the last call of this method or of `metrics`, by reason."""
         counts = self.failures.take_counts()
         return counts if self._baseline is None else counts + self._baseline.take_counts()
 
@@ -285,10 +271,10 @@ class EpisodeRunner:
 async def _settle(
     make: Callable[[int, EpisodeDeadline], Awaitable[T]], number: int, deadline: EpisodeDeadline
 ) -> tuple[T] | BaseException:
-    """Make something, and return it in a tuple, or the error that prevented it.
+    """Return the result of `make` in a tuple, or the error that prevented it.
 
-    It is made in its own task. A task that resists cancellation is not waited for. Errors that are no `Exception` do
-    not leave that task, because they would end the event loop.
+    `make` runs in its own task. If that task resists cancellation, nobody waits for it. Errors that are no `Exception`
+    do not leave the task, because they would end the event loop.
     """
 
     async def make_or_catch() -> tuple[T] | BaseException:
@@ -311,7 +297,7 @@ async def _settle(
 
 
 def make_environment(plan: PlayPlan) -> Environment:
-    """Make the environment of a plan in this process.
+    """Create the environment of a plan in this process.
 
     Raises:
         ConfigError: The environment raised an error.
@@ -376,10 +362,8 @@ def _copy_task(task: Task) -> Task:
 
 
 def _freeze(episode: Episode, by_token: bool) -> Episode:
-    """Copy an episode, so that its environment cannot change it after the checks.
-
-    With `by_token`, rows without token rewards get rewards of 0, because all rows of a step have the same columns.
-    """
+    """Copy an episode, so that its environment cannot change it after the checks. With `by_token`, rows without token
+    rewards get zeros, because all rows of a step must have the same columns."""
 
     def copy_row(row: Row) -> Row:
         rewards = row.token_rewards
@@ -400,5 +384,5 @@ def _freeze(episode: Episode, by_token: bool) -> Episode:
 
 
 def _copy_column(column: Any) -> Any:
-    """Copy a list or an array, or turn anything else that can be read as a column, such as a tensor, into an array."""
+    """Copy a list or an array; turn any other sequence, such as a tensor, into an array."""
     return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))

@@ -1,4 +1,4 @@
-"""Episode runners of a plan's kinds of tasks, in this process or in environment workers."""
+"""Plays the tasks of a plan, in this process or in environment workers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 
 
 class EpisodeRunners:
-    """Plays tasks according to a plan. Before `start` only the environment exists.
-
-    Attributes:
-        event_loop: Event loop on which tasks are played.
+    """Plays tasks according to a plan. Before `start`, only the environment exists.
 
     Raises:
-        ConfigError: Making the environment raised an error.
+        ConfigError: The environment raised an error when it was created.
     """
 
     event_loop: EventLoop
@@ -48,7 +45,7 @@ class EpisodeRunners:
 
     @contextmanager
     def start(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
-        """Start what plays tasks, and the roles, which connect to Ray. Stop everything when the context ends."""
+        """Start everything that plays tasks, and the roles, which connect to Ray. Stop all when the context ends."""
         with ExitStack() as stack:
             if not self._apart:
                 self._rewards = stack.enter_context(closing(WeightedRewards(self._plan)))
@@ -66,7 +63,7 @@ class EpisodeRunners:
         return self._workers.activity if self._apart else self._activity
 
     def describe(self) -> dict[str, Any]:
-        """Return descriptions of the environment workers for reports; empty if there are none."""
+        """Describe the environment workers, for reports; empty if there are none."""
         return {"environment": self._workers.describe()} if self._apart else {}
 
     def make_runner(
@@ -75,9 +72,7 @@ class EpisodeRunners:
         """Return the runner that plays tasks of a kind.
 
         Args:
-            kind: Name of the kind.
-            fleet: Fleet that generates the tokens.
-            name_request: Returns, for a task, the prefix of its requests' ids and the seed of its first request.
+            name_request: Returns the prefix of the request ids of a task, and the seed of its first request.
         """
         if self._apart:
             return self._workers.make_runner(kind, fleet, name_request)

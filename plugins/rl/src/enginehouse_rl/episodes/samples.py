@@ -1,4 +1,4 @@
-"""Metrics of the samples of a step or a validation, and their rows for `samples/`."""
+"""Computes metrics of the samples of a step or a validation, and makes their rows for `samples/`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Score
 
 WRITTEN_COLUMNS = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure", "trace")
-"""Columns that rows of `samples/` are made of."""
+"""Columns from which the rows of `samples/` are made."""
 ROWS_READ_AT_ONCE = 64
-"""Most samples whose texts are brought to the controller at a time when they are written."""
+"""Maximum number of samples whose texts are fetched to the controller at a time when samples are written."""
 
 
 def sample_rows(
     samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None = None, most_tokens: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Yield a plain row for each sample with its response and its rewards, for `samples/`. Reads a few rows at a time.
+    """Yield a plain row for each sample with its response and its rewards, for `samples/`. Fetches a few rows at a
+    time.
 
-    If episodes have several rows, each row has its `episode` and its place in it as `segment`, and only the last row
-    has the values of the whole episode.
+    If episodes have several rows, each row states its `episode` and its place in the episode as `segment`. Only the
+    last row then has the values of the whole episode.
 
     Args:
         samples: The columns `WRITTEN_COLUMNS`, and those of `token_rows` if tokens are written.
-        tokenizer: Tokenizer for the text of each token. None: no token is written.
-        most_tokens: Most tokens that are written one by one, as `by_token`. The first rows that fit into it have them.
+        tokenizer: Tokenizer for the text of each token. None: no tokens are written.
+        most_tokens: Maximum number of tokens that are written one by one, as `by_token`. The first rows that fit get
+            them.
     """
     episodes = EpisodeRows(samples["episode"])
     ends = set(episodes.last.tolist())
@@ -103,7 +105,7 @@ def _make_plain_rows(samples: Batch) -> list[dict[str, Any]]:
 
 
 def encode_texts(samples: Batch) -> Batch:
-    """Return the samples with their texts as bytes, so that readers of other columns need not decode them."""
+    """Return the samples with their texts as bytes, so that readers of other columns need not decode the texts."""
     return samples.with_columns(**{name: _encode(samples[name]) for name in TEXTS})
 
 
@@ -114,7 +116,7 @@ def _encode(texts: Sequence[str]) -> Ragged:
 
 
 def decode_texts(column: Sequence[str] | Ragged) -> Sequence[str]:
-    """Return a column of texts, which may be encoded as bytes."""
+    """Return a column of texts, decoded if it was encoded as bytes."""
     if not isinstance(column, Ragged):
         return column
     encoded, bounds = column.values.numpy().tobytes(), itertools.pairwise(column.offsets.tolist())
@@ -122,10 +124,10 @@ def decode_texts(column: Sequence[str] | Ragged) -> Sequence[str]:
 
 
 def check_figures(scores: Sequence[Score], function: str) -> None:
-    """Raise an error for figures of a reward whose names the run's metrics cannot have.
+    """Reject metrics of a reward whose names are reserved for the run.
 
     Raises:
-        ConfigError: A figure has the name of a metric of the run, or a name with a "/" in it.
+        ConfigError: A metric has the name of one of the run's metrics, or its name contains a "/".
     """
     for name in dict.fromkeys(name for score in scores for name in score.figures):
         if is_reserved(name):
@@ -135,13 +137,13 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
             )
         if "/" in name:
             raise ConfigError(
-                f"reward.function: {function} returns a figure {name!r}, and a '/' stands between a validation "
-                f"file or value and its metric: name it differently, {name.replace('/', '_')!r} for one"
+                f"reward.function: {function} returns a figure {name!r}, but '/' separates a validation file or "
+                f"value from its metric: use another name, {name.replace('/', '_')!r} for example"
             )
 
 
 def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
-    """Return `PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
+    """Return `PREFIX/failures`, the number of rows without a reward, and the mean of each metric of the reward."""
     values_by_name = collections.defaultdict(list)
     for figures in samples["reward_figures"]:
         for name, value in figures.items():
@@ -153,14 +155,13 @@ def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str,
 
 
 def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
-    """Return the mean length of the responses whose tasks had been left over before (`rollout.extra_groups`).
+    """Return the mean length of the responses whose tasks were left over before (`rollout.extra_groups`).
 
-    Comparing it with `response/tokens_mean`, the mean of all responses that are trained on, shows that long responses
-    come late.
+    The metric `response/tokens_mean` is the mean length of all responses that are trained on. A larger mean here shows
+    that long responses arrive late.
 
     Args:
-        samples: Samples of a step.
-        left_over: True for groups that had been left over, bool `(groups,)`.
+        left_over: True for groups whose tasks were left over, bool `(groups,)`.
     """
     late = left_over[samples["group"]] & (samples["weight_version"] >= 0)
     lengths = samples["response_tokens"][late].float()
@@ -168,16 +169,15 @@ def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor
 
 
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
-    """Return metrics of a step's samples: rewards, lengths in tokens, fractions that ended by themselves or were cut,
-    and weight versions.
+    """Return metrics of a step's samples: rewards, lengths in tokens, finish reasons and weight versions.
 
-    `reward/...`, `response/stopped`, `response/truncated` and the mean rewards of these two count episodes. Lengths
-    and versions count rows; if episodes have several rows, `response/rows_mean` is their mean number. Rows without a
-    token of the policy, such as those of a failed episode, count only in `reward/...`.
+    `reward/...`, `response/stopped`, `response/truncated` and the mean rewards of these two count episodes. Lengths and
+    versions count rows; if episodes have several rows, `response/rows_mean` is their mean number. Rows without a token
+    of the policy, such as those of a failed episode, count only in `reward/...`.
 
     Args:
-        version: Version of the trainer's weights. `staleness/...` is the number of versions by which a sample's first
-            token is behind it.
+        version: Version of the trainer's weights. `staleness/...` is the number of versions by which the first token of
+            a sample is older.
     """
     rows, is_drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
     reward, episode_drawn = samples["reward"][rows.last], is_drawn[rows.last]

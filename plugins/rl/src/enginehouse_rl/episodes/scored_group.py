@@ -1,4 +1,4 @@
-"""Tasks, the groups of episodes that are made of them, and the batch that a step trains on."""
+"""Tasks, the groups of episodes that are generated for them, and the batch that a step trains on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import Trace
 
 NO_SCORE = Scored(0.0)
-"""The score of a row that is not the last of its episode; only the last row has the episode's score."""
+"""The score of every row except the last of its episode, which holds the episode's score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class ScoredGroup:
     """A task that was played, as the controller knows it.
 
     Attributes:
-        task: The task.
-        rewards: Rewards of the remaining episodes, one for each episode however many rows it has.
-        kept: True if the episodes are trained on: some remain, and no filter refused them.
+        rewards: Rewards of the remaining episodes. Each episode has one reward, however many rows it has.
+        kept: True if the run trains on the episodes: some remain, and no filter rejected them.
         group: The episodes, if they are in this process.
-        rows: Otherwise their rows as of `build_batch`, in the process that made them, with texts as bytes.
+        rows: Otherwise the rows of the episodes (see `build_batch`), in the process that made them, with texts as
+            bytes.
         traces: Traces of the episodes, if they are in this process. Empty: none are known.
-        left_over: Number of times that the task began before and was answered too late to be trained on.
+        left_over: Number of times that the task began before and its group came too late to be trained on.
     """
 
     task: Task
@@ -45,7 +45,7 @@ class ScoredGroup:
 
 
 def collect_rows(groups: Sequence[ScoredGroup]) -> DistributedBatch:
-    """Return the rows of at least one task's episodes, wherever they are, as of `build_batch`, in the groups' order."""
+    """Return the rows of at least one group, from whatever process holds them, as `build_batch` orders them."""
     local_groups = [group for group in groups if group.group is not None]
     if local_groups or not groups:
         return DistributedBatch.of([build_rows(local_groups)])
@@ -59,20 +59,20 @@ def collect_rows(groups: Sequence[ScoredGroup]) -> DistributedBatch:
 
 
 def build_rows(groups: Sequence[ScoredGroup]) -> Batch:
-    """Build the batch of the tasks whose groups are in this process, as `build_batch` does."""
+    """Build the batch of the groups that are in this process, as `build_batch` does."""
     local_groups = [(group.group, group.traces) for group in groups if group.group is not None]
     traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in local_groups]
     return build_batch([group for group, _ in local_groups], list(itertools.chain(*traces)))
 
 
 def sum_rewards(episode: Episode) -> float:
-    """Return the reward of an episode, with the rewards of the tokens of all its rows."""
+    """Return the reward of an episode, including the rewards of the tokens of all its rows."""
     by_token = [row.token_rewards for row in episode.rows if row.token_rewards is not None]
     return episode.score.reward + sum(float(sum(rewards)) for rewards in by_token)
 
 
 def make_tasks(prompts: Batch, serials: Sequence[int]) -> list[Task]:
-    """Make tasks with the given serial numbers from rows, as `PromptDataset.rows` returns them."""
+    """Make tasks with the given serial numbers from rows of `PromptDataset.rows`."""
     ids = prompts.ragged("prompt_ids")
     tokens = ids.values.tolist()
     ends = ids.offsets.tolist()
@@ -85,21 +85,20 @@ def make_tasks(prompts: Batch, serials: Sequence[int]) -> list[Task]:
 
 
 def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
-    """Build the batch of the rows of episodes. Groups and their episodes keep their order. The `earlier` rows of an
-    episode come before its own row.
+    """Build the batch of the rows of episodes.
+
+    Groups and their episodes keep their order. The `earlier` rows of an episode come before its own row.
 
     Args:
-        groups: Groups of the episodes.
         traces: Trace of each episode. Empty: none are known.
 
     Returns:
         The columns of samples (`enginehouse.data.columns`) without `rewards`. `loss_mask` is true for tokens that the
-        policy chose, and `rollout_logprobs` is 0 for all others. `first_version` and `weight_version` are -1 for rows
-        without a chosen token. `answer` and `reward_failure` are empty, `trace` and `versions` None, if they have no
-        value. `baseline` is present if all groups have one, `token_rewards` if all rows have some.
-
-        The values of the score, and the trace, are in an episode's last row. Its other rows have a `reward` of 0, so
-        that the sum over its rows is the episode's reward. Every row has `finish_reason` and `baseline`.
+        policy chose, and `rollout_logprobs` is 0 for all other tokens. `first_version` and `weight_version` are -1 for
+        rows without a chosen token. Without a value, `answer` and `reward_failure` are empty, and `trace` and
+        `versions` are None. `baseline` is present if all groups have one, `token_rewards` if all rows have some. The
+        last row of an episode has its score and its trace. Its other rows have a `reward` of 0, so that the sum over
+        its rows is the episode's reward. Every row has `finish_reason` and `baseline`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for episode in episodes for row in episode.rows]
@@ -144,7 +143,7 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
 def _build_optional_columns(
     groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
 ) -> dict[str, torch.Tensor | Ragged]:
-    """Build the columns that exist only if all groups, with `sizes` rows each, or all rows have their values."""
+    """Build the columns that exist only if all groups, with `sizes` rows each, or all rows have a value for them."""
     columns: dict[str, torch.Tensor | Ragged] = {}
     baselines = [group.baseline for group in groups if group.baseline is not None]
     if groups and len(baselines) == len(groups):
@@ -156,7 +155,7 @@ def _build_optional_columns(
 
 
 def _find_versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the oldest and the newest version of each row's chosen tokens, or -1 for rows without any."""
+    """Return the oldest and the newest version of each row's chosen tokens, or -1 for rows without chosen tokens."""
     versions = _flatten([row.versions for row in rows], np.int64)
     chosen, not_chosen = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
     versions[not_chosen] = -1
@@ -166,7 +165,6 @@ def _find_versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[tor
 
 
 def _flatten(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
-    """Join all rows end to end."""
     if not rows:
         return np.empty(0, dtype)
     return np.concatenate([np.asarray(row) for row in rows], dtype=dtype, casting="unsafe")

@@ -1,10 +1,10 @@
-"""The staleness window decides which groups may begin and which a step takes. It does bookkeeping only, without time.
+"""The staleness window decides which groups may begin and which groups a step takes. It only does bookkeeping.
 
 A step may train on a group that began under weight version b while the trainer's version is at most b + `staleness`.
-Each step trains on `groups` groups and makes the next version. So after a step, the groups whose last permitted version
-is at most j versions ahead may be no more than j steps can take. This is the schedulability condition of earliest
-deadline first (Liu & Layland 1973), and `choose` maintains it. Under that condition a group that ends first is taken
-first.
+Each step trains on `groups` groups and produces the next version. After a step, consider the groups that must be taken
+within the next j versions: there may be no more of them than j steps can take. This is the schedulability condition of
+earliest deadline first (Liu & Layland 1973), and `choose` maintains it. Apart from this condition, `choose` takes
+groups in the order in which they end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class StalenessWindow:
 
     Args:
         groups: Number of groups that a step trains on.
-        staleness: Number of versions before the trainer's at which a group may have begun. 0: the step that trains on a
-            group also begins it.
-        extra: Number of groups to begin beyond the needed ones.
+        staleness: Number of versions by which a group may have begun before the trainer's version. 0: the step that
+            trains on a group also begins it.
+        extra: Number of groups to begin beyond those that are needed.
     """
 
     def __init__(self, groups: int, staleness: int = 0, extra: int = 0):
@@ -43,25 +43,22 @@ class StalenessWindow:
         return max(most - len(self._begun), 0)
 
     def begin(self, serial: int, version: int) -> None:
-        """Note that a group begins while `version` is served."""
+        """Record that a group begins while the rollout serves `version`."""
         self._begun[serial] = version
 
     def end(self, serial: int) -> None:
-        """Note that a group is complete, scored and to be trained on."""
+        """Record that a group is complete, scored, and to be trained on."""
         self._ended.append(serial)
 
     def give_up(self, serial: int) -> None:
-        """Note that a group will not be trained on."""
+        """Record that a group will not be trained on."""
         del self._begun[serial]
         if serial in self._ended:
             self._ended.remove(serial)
 
     def choose(self, version: int) -> list[int] | None:
-        """Take the groups to train on while the trainer's weights are `version`.
-
-        Returns:
-            Their serial numbers in ascending order, or None if too few groups have ended.
-        """
+        """Return the serial numbers of the groups to train on at weight `version`, ascending; None if too few have
+        ended."""
         chosen: list[int] = []
         for ahead in range(self.staleness + 1):
             urgent = {serial for serial, begun in self._begun.items() if begun + self.staleness <= version + ahead}
@@ -80,5 +77,5 @@ class StalenessWindow:
         return sorted(chosen)
 
     def find_overdue(self, version: int) -> list[int]:
-        """Return the groups that no step that trains with `version` or a later version may take."""
+        """Return the groups that are too old for a step that trains with `version` or a later version."""
         return [serial for serial, begun in self._begun.items() if begun + self.staleness < version]

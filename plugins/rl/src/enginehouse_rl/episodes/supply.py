@@ -1,4 +1,4 @@
-"""The supply gives each step its scored samples, and begins the next step's early."""
+"""The supply gives each step its scored samples, and begins generating the next step's samples early."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
 
 KIND = "training"
-"""Kind of the tasks that a step trains on."""
+"""The kind of the tasks that a step trains on."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
-"""Number of prompts, and of last tokens of each, that trainer and rollout both score when the effect of a weight update
-is checked. Rollout engines that cannot be read back are asked at every update."""
+"""To check the effect of a weight update, trainer and rollout both score the last PROBE_TOKENS tokens of this many
+prompts. If a rollout engine cannot be read back, this happens at every update."""
 
 
 class Supply:
     """Hands out the samples of each step.
 
     Attributes:
-        prompts: Number of prompts.
         probe: Token sequences for the effect check of weight updates.
-        kinds: Kinds of tasks, as `EpisodeRunners` takes them.
+        kinds: Kinds of tasks, for `EpisodeRunners`.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -49,7 +48,7 @@ class Supply:
         self._tasks = Tasks(prompts.make_sampler(self._groups, config.train.seed))
 
     def open(self) -> None:
-        """Make the feed, which generates with the run's rollout. Its workers must be up."""
+        """Make the feed, which generates with the run's rollout. The rollout's workers must be up."""
         run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
         def name_request(task: Task) -> tuple[str, int]:
@@ -61,8 +60,10 @@ class Supply:
         self._feed = Feed(run.runners.event_loop, self._tasks, runner, schedule)
 
     def take(self, step: int, version: int) -> DistributedBatch:
-        """Return a step's scored samples, with the columns of `with_rewards`. With `train.staleness` some were
-        generated earlier, and generation of others continues."""
+        """Return a step's scored samples, with the columns of `with_rewards`.
+
+        With `train.staleness`, some samples were generated earlier, and generation of others continues.
+        """
         run = self._run
         with run.clock.phase("generate"):
             drawn = self._feed.draw(version, self._count_remaining(step))
@@ -76,8 +77,8 @@ class Supply:
     def begin_next(self, step: int, version: int) -> None:
         """Begin the next step while this step's update runs. The fleet holds its requests until it serves `version`.
 
-        Does nothing before a validation, which the rollout answers first, nor with `train.staleness`, with which the
-        feed begins tasks anyway.
+        Does nothing before a validation, which the rollout answers first. Does nothing with `train.staleness` either,
+        because the feed then begins tasks by itself.
         """
         run = self._run
         if run.plan.config.train.staleness or step == run.steps or run.validates(step):
@@ -86,7 +87,7 @@ class Supply:
         self._feed.begin(version, self._count_remaining(step + 1))
 
     def metrics(self, samples: DistributedBatch) -> dict[str, float]:
-        """Return metrics of how a step's samples were generated and of what happened to the replicas meanwhile."""
+        """Return metrics of how a step's samples were generated, and of what happened to the replicas meanwhile."""
         rollout = self._run.roles.rollout.metrics()
         return {
             **measure_left_over(samples, self._left_over),
@@ -106,5 +107,5 @@ class Supply:
         self._tasks.restore(state)
 
     def _count_remaining(self, step: int) -> int:
-        """Return the number of groups to train on until the run ends, this step's included."""
+        """Return the number of groups to train on until the run ends, including this step's."""
         return (self._run.steps - step + 1) * self._groups

@@ -1,4 +1,4 @@
-"""The next tasks of a run: first the tasks that were handed out and not trained on, then new ones."""
+"""The next tasks of a run: first the tasks that were handed out but not trained on, then new tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tasks:
     """Rows of a data set in a sampler's order, numbered without end.
 
     Args:
-        sampler: Sampler that stands before the first task.
+        sampler: Sampler at its first task.
     """
 
     def __init__(self, sampler: Sampler):
@@ -33,40 +33,39 @@ class Tasks:
 
     @property
     def drawn(self) -> int:
-        """Number of tasks handed out in this run and in the runs it resumes, without those to be repeated."""
+        """Number of tasks handed out in this run and in the runs that it resumes, without those to be repeated."""
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
-        """Return the epochs of each source that were handed out, repeated rows included."""
+        """Return the epochs of each source that were handed out. Repeated rows count again."""
         return self._sampler.metrics()
 
     def next(self, count: int) -> list[Task]:
-        """Return the next `count` tasks."""
         again, self._again = self._again[:count], self._again[count:]
         serials = [*again, *self._sampler.next_serials(count - len(again))]
         return make_tasks(self._sampler.rows(serials), serials) if serials else []
 
     def repeat(self, serials: Iterable[int]) -> None:
-        """Repeat tasks that were handed out before, ahead of new ones."""
+        """Hand out these tasks again, before new ones."""
         self._again.extend(serials)
 
     def state(self, under_way: Iterable[int]) -> dict[str, Any]:
-        """Return plain data to resume from, by which the tasks of `under_way` are handed out again."""
+        """Return plain data to resume from. After resuming, the tasks of `under_way` are handed out again."""
         return {"prompts": self._sampler.state_dict(), "again": [*under_way, *self._again]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned; states of older versions may lack `again`.
 
         Raises:
-            DataError: The state is of other data, or it is damaged.
+            DataError: The state belongs to other data, or it is damaged.
         """
         self._sampler.load_state_dict(state["prompts"])
         again = state.get("again", [])
         are_numbers = isinstance(again, Sequence) and all(type(serial) is int for serial in again)
         if not are_numbers or any(not 0 <= serial < self._sampler.drawn for serial in again):
             raise DataError(
-                "cannot resume: the checkpoint is damaged: the tasks to be drawn again are no numbers of tasks that "
-                "were handed out"
+                "cannot resume: the checkpoint is damaged: the tasks to repeat are not numbers of tasks that were "
+                "handed out"
             )
         self._again = list(again)
 
@@ -74,13 +73,8 @@ class Tasks:
 class PromptReader:
     """Reads a run's prompt files. Unlike the plan, it checks all rows before anything starts.
 
-    Args:
-        plan: Plan of the run.
-        progress: Reports how many prompts are left out.
-
     Attributes:
-        tokenizer: Tokenizer of the model.
-        too_long: Number of prompts that were left out because they are too long, by file.
+        too_long: Number of prompts that were dropped because they are too long, by file.
     """
 
     def __init__(self, plan: PlayPlan, progress: Progress):
@@ -90,7 +84,7 @@ class PromptReader:
         self.too_long: dict[str, int] = {}
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts; `path` and `order_by` have the forms of `data.train` and `data.order_by`."""
+        """Read prompts; `path` and `order_by` have the form of `data.train` and `data.order_by`."""
         plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,

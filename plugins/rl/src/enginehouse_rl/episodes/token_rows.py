@@ -15,25 +15,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "weight_version", "versions")
-"""Columns that token rows are made of, besides `advantages` if there are any."""
+"""Columns from which token rows are made, besides the optional `advantages`."""
 DIGITS = 4
 """Significant digits of a written number."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 8
-"""Most tokens that may make up one character; longer runs are no text."""
+"""Maximum number of tokens that may make up one character; longer runs are not text."""
 
 
 def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[Any]]]:
-    """Yield for each row `{"text": [str], "mask": [0|1], "logprob": [float|None], "version": [int|None]}`, and
-    `"advantage"` if there are any. The lists have an entry for each token, prompts included, and None where the policy
-    did not choose the token.
+    """Yield the tokens of each row: `{"text": [str], "mask": [0|1], "logprob": [float|None], "version": [int|None]}`.
 
-    If the weights changed while a row was generated, only its first and its last token have a version, because engines
-    do not report more.
+    There is also `"advantage"` if the samples have advantages. Each list has an entry for every token, including
+    prompts; the entry is None for tokens that the policy did not choose. If the weights changed while a row was
+    generated, only its first and its last token have a version, because engines do not report more.
 
     Args:
         samples: The columns `TOKEN_COLUMNS`, and optionally `advantages` with one value for each row or each token.
-        tokenizer: Tokenizer whose text is `"".join(text)`, special tokens included.
+        tokenizer: Tokenizer whose text is `"".join(text)`, including special tokens.
     """
     ids, masks = samples.ragged("input_ids"), samples.ragged("loss_mask")
     numbers = {"logprob": _round(samples.ragged("rollout_logprobs").values)}
@@ -58,11 +57,11 @@ def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[d
 
 
 def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each token, which together are the text of all. A character of several tokens belongs to the
-    last of them.
+    """Return the text of each token; joined, they are the whole text. A character of several tokens belongs to the
+    last.
 
-    Each token is decoded after the tokens before it, because a tokenizer may write a token differently at the
-    beginning of a text.
+    Each token is decoded after the tokens before it, because a tokenizer may write a token differently at the beginning
+    of a text.
     """
     whole = str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)  # several times as fast
@@ -89,7 +88,7 @@ def _measure_pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str
 
 
 def _round(values: torch.Tensor) -> list[float | None]:
-    """Round numbers to `DIGITS` digits; None stands for numbers that JSON cannot express."""
+    """Round numbers to `DIGITS` digits; None replaces numbers that JSON cannot express."""
     exact = values.double().numpy()
     finite = np.isfinite(exact)
     numbers = np.where(finite, exact, 0.0)
@@ -104,8 +103,8 @@ def _round(values: torch.Tensor) -> list[float | None]:
 
 
 def _drop_unknown_versions(mask: Sequence[bool], versions: Sequence[int]) -> list[int | None]:
-    """Return the versions of a row's tokens. None replaces those that `Episode.versions` fills with the oldest version
-    because nobody knows them."""
+    """Return the versions of a row's tokens. None replaces unknown versions, which `Episode.versions` fills with the
+    oldest."""
     reported: list[int | None] = []
     for _, run in itertools.groupby(zip(mask, versions, strict=True), key=lambda token: token[0]):
         run_versions = [version for _, version in run]

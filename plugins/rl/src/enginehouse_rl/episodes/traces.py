@@ -1,8 +1,8 @@
-"""Traces tell what episodes are waiting for while they are played, and what each of them spent its time on.
+"""Traces record what episodes wait for while they are played, and what each of them spent its time on.
 
-Environments need no code for this: their requests to the policy and to the configured reward are recorded, and the rest
-of an episode's time counts as spent in the environment and its tools. Episodes of `single_turn`, which has no tools,
-are not traced.
+Environments need no code for this. Their requests to the policy and to the configured reward are recorded; the rest of
+an episode's time counts as spent in the environment and its tools. Episodes of `single_turn` are not traced, because it
+has no tools.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 TRACK = "episodes"
 MOST_TRACED = 24
-"""Most episodes of a step that are drawn on the timeline; the longest ones are."""
+"""Maximum number of a step's episodes on the timeline, which shows the longest."""
 
 
 Span = tuple[float, float]
-"""Beginning and end as of `time.monotonic()`."""
+"""Start and end, in seconds of `time.monotonic()`."""
 REWARD_WAITS: ContextVar[list[Span] | None] = ContextVar("REWARD_WAITS", default=None)
-"""List that notes when the current episode waits for the configured reward."""
+"""The list that records when the current episode waits for the configured reward."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class EpisodeActivity:
     """Number of episodes in progress, and what they wait for.
 
     Attributes:
-        episodes: Number of episodes that began and have not ended.
-        drawing: Number of these that wait for tokens.
-        scoring: Number of these that wait for the configured reward.
+        episodes: Number of episodes that have begun and not ended.
+        drawing: Number of these episodes that wait for tokens.
+        scoring: Number of these episodes that wait for the configured reward.
     """
 
     episodes: int = 0
@@ -57,7 +57,7 @@ class EpisodeActivity:
 
     @property
     def in_tools(self) -> int:
-        """Number of episodes that wait for neither tokens nor the configured reward but for their environment."""
+        """Number of episodes that wait for their environment, and not for tokens or the configured reward."""
         return max(self.episodes - self.drawing - self.scoring, 0)
 
     def __str__(self) -> str:
@@ -81,8 +81,8 @@ class EpisodeActivity:
 
 
 class ChatTurn(NamedTuple):
-    """A request of an episode: its beginning and end as of `time.monotonic()`, the number of tokens that it generated,
-    and the newest weight version that generated any of them."""
+    """A request of an episode: its start and end (`time.monotonic()`), the number of tokens that it generated, and the
+    newest weight version that generated any of them."""
 
     begun: float
     ended: float
@@ -95,9 +95,8 @@ class Trace:
     """The time that an episode spent on its turns, on its reward, and otherwise in its environment.
 
     Attributes:
-        begun: Beginning, like all times here by this machine's `time.monotonic()`.
-        ended: End.
-        turns: Its requests in the order in which they ended. Of an attempt that was repeated, only the last try counts.
+        begun: Start in seconds, like all times here by this machine's `time.monotonic()`.
+        turns: Its requests in the order in which they ended. Of a repeated attempt, only the last try counts.
         reward_waits: Times during which it waited for the configured reward.
     """
 
@@ -108,28 +107,27 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds."""
         return self.ended - self.begun
 
     @property
     def drawing_seconds(self) -> float:
-        """Seconds during which it waited for tokens."""
+        """Seconds during which the episode waited for tokens."""
         return _cover([(turn.begun, turn.ended) for turn in self.turns])
 
     @property
     def in_tools_seconds(self) -> float:
-        """Seconds during which it waited for neither tokens nor the configured reward."""
+        """Seconds during which the episode waited for neither tokens nor the configured reward."""
         return self.seconds - _cover([*((turn.begun, turn.ended) for turn in self.turns), *self.reward_waits])
 
     def shift(self, seconds: float) -> Trace:
-        """Return the trace by another clock that is `seconds` ahead."""
+        """Return the trace in the time of another clock that is `seconds` ahead."""
         turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
         waits = tuple((begun + seconds, ended + seconds) for begun, ended in self.reward_waits)
         return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, reward_waits=waits)
 
     def rows(self) -> list[dict[str, float]]:
-        """Return for each turn its tokens, the seconds that generating them took, the seconds in the environment
-        before, and the weight version, for `samples/`."""
+        """Return a row for each turn: its tokens, its seconds, the seconds in the environment before it, and the weight
+        version."""
         befores = (self.begun, *(turn.ended for turn in self.turns))
         return [
             {
@@ -143,13 +141,12 @@ class Trace:
 
 
 class TracedPolicy(SamplingPolicy):
-    """A policy that reports its requests and those of its branches. Implements
-    `enginehouse.engines.environment.Policy`.
+    """Implements `enginehouse.engines.environment.Policy`, and reports the requests of another policy and of its
+    branches.
 
     Args:
-        policy: Policy that generates.
         activity: Counts the episodes that wait for tokens.
-        turns: List to which requests are added. None: they are not noted.
+        turns: List to which requests are added. None: requests are not recorded.
     """
 
     def __init__(self, policy: Policy, activity: EpisodeActivity, turns: list[ChatTurn] | None = None):
@@ -159,7 +156,6 @@ class TracedPolicy(SamplingPolicy):
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """See the protocol."""
         begun = time.monotonic()
         self._activity.drawing += n
         try:
@@ -175,13 +171,14 @@ class TracedPolicy(SamplingPolicy):
         return completions
 
     def branch(self, name: str) -> Policy:
-        """See the protocol."""
         return TracedPolicy(self._policy.branch(name), self._activity, self._turns)
 
 
 def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
-    """Return metrics of episodes: mean turns and seconds, the longest duration, and the fraction of time in the
-    environment, leaving out the time spent waiting for the configured reward."""
+    """Return metrics of episodes: mean turns, mean and maximum seconds, and the fraction of time in the environment.
+
+    The fraction leaves out the time spent waiting for the configured reward.
+    """
     known_traces = [trace for trace in traces if trace is not None]
     if not known_traces:
         return {}
@@ -196,8 +193,7 @@ def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
 
 
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
-    """Draw the longest of a step's traces, one for each sample, on the timeline as sequences of what they waited
-    for."""
+    """Draw the longest of a step's traces on the timeline, each as a sequence of waits. Each sample has one trace."""
     known_traces = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
     longest = sorted(known_traces, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
     for row, trace in sorted(longest, key=lambda entry: entry[1].begun):
@@ -222,7 +218,7 @@ def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
 
 
 def _cover(spans: Iterable[Span]) -> float:
-    """Return the seconds that lie in at least one of the spans."""
+    """Return the number of seconds that lie in at least one span."""
     covered, reached = 0.0, -math.inf
     for begun, ended in sorted(spans):
         covered += max(ended - max(begun, reached), 0.0)

@@ -1,4 +1,4 @@
-"""The watchdog notices code that blocks an event loop of environments, because this stops all episodes of a process."""
+"""The watchdog detects code that blocks an environment's event loop, because this stops all episodes of a process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ log = logging.getLogger(__name__)
 
 BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
-"""A loop that makes no progress in `BLOCKED_LOOKS` looks, `LOOK_SECONDS` apart, is blocked. Looks are counted instead
-of seconds, because looks are late as well if the whole process or machine stood still."""
+"""A loop is blocked if it makes no progress in `BLOCKED_LOOKS` looks, `LOOK_SECONDS` apart. The watchdog counts looks
+and not seconds, because its looks are late too if the whole process or machine stood still."""
 MOST_FRAMES = 8
 PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders of the standard library and of packages. Frames elsewhere belong to the environment and tell more."""
+"""Folders of the standard library and of packages. Frames elsewhere belong to the environment, so they tell more."""
 
 
 class LoopWatchdog:
-    """A thread that watches whether a loop makes progress. It warns once, and names the line at which the loop is
-    blocked.
+    """A thread that checks whether an event loop makes progress. It warns once, and names the line that blocks the
+    loop.
 
-    Code that holds the interpreter's lock blocks this thread too, so no warning appears.
+    If that code holds the GIL, it blocks this thread too, so no warning appears.
 
     Args:
-        loop: The event loop. The watchdog must be made on it.
-        environment: Name of the environment whose episodes run on it, for the message.
-        look_seconds: Seconds from one look to the next.
+        loop: The event loop. The watchdog must be created on it.
+        environment: Name of the environment whose episodes run on the loop, for the message.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, environment: str, look_seconds: float = LOOK_SECONDS):
@@ -42,7 +41,6 @@ class LoopWatchdog:
         threading.Thread(target=self._watch, name="event loop watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
 
     def _beat(self) -> None:
@@ -79,7 +77,6 @@ class LoopWatchdog:
 
 
 def _describe_frame(frame: FrameType) -> str:
-    """Describe a frame by its file, line, function and source."""
     code = frame.f_code
     source = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}" + (f": {source}" if source else "")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import EpisodeActivity
 
 repeated_log = logging.getLogger(__name__)
-"""The controller's logger for the warnings of its workers. A worker in the same process does not report them again."""
+"""The controller's logger for warnings of its workers. A worker in the same process does not report these again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,8 @@ class EpisodeJob:
     """A task to play.
 
     Attributes:
-        number: Number that the controller gave the job.
-        kind: Name of the purpose for which the task is played.
-        task: The task.
-        name: Prefix of its requests' ids.
+        number: Number by which the controller knows the job.
+        name: Prefix of its request ids.
         seed: Seed of its first request.
     """
 
@@ -41,12 +39,11 @@ class WorkerOrders:
     """Orders for a worker.
 
     Attributes:
-        number: Position in the order in which orders are carried out, whichever arrives first.
-        counted_kinds: Kinds of tasks whose failures were counted; the next failure of each is warned of again.
-        plays: Jobs to play.
+        number: Position in the order in which the worker carries out orders, because they may arrive in another.
+        counted_kinds: Kinds of tasks whose failures were counted. The worker warns of the next failure of each again.
         cancelled: Numbers of the jobs to cancel.
         answers: Answers to requests, without their tokens, which come separately.
-        places: For each answer, the place in it of each request, by the request's number.
+        places: For each answer, the place of each request in it, by the request's number.
         failures: Errors of the requests that failed, by number.
     """
 
@@ -64,17 +61,17 @@ class WorkerReport:
     """News for the controller.
 
     Attributes:
-        requests: Requests for tokens, by kind of task; their ids begin with their numbers.
+        requests: Requests for tokens, by kind of task. Their ids begin with their numbers.
         forgotten: Numbers of the requests that nobody waits for any more.
         scoring: Numbers of the jobs whose episodes are generated and are being scored.
-        ended: Jobs that ended: number, rewards of the episodes, and True if these are trained on. The rows of those
-            that are trained on come separately, in the same order.
-        notes: Columns of objects of these rows, without texts.
+        ended: Jobs that ended: number, rewards of the episodes, and True if the run trains on them. The rows of the
+            latter come separately, in the same order.
+        notes: Columns of these rows that contain Python objects, without texts.
         failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
         last_errors: Description of the latest failure, by kind of task.
-        warnings: Warnings that were logged, with their levels, because nobody reads a worker's own log.
+        warnings: Logged warnings with their levels, because nobody reads a worker's own log.
         activity: Number of episodes in progress and what they wait for.
-        now: Time of the report by the worker's clock, to which the times in the notes belong.
+        now: Time of the report by the worker's clock, which the times in `notes` use too.
     """
 
     requests: dict[str, RequestBatch]

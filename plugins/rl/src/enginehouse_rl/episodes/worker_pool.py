@@ -1,9 +1,9 @@
-"""The controller's side of environments in processes of their own, whose rows stay where they are made.
+"""The controller's side of environments in separate processes. The rows that these make stay in their processes.
 
 The controller calls one method of the worker. Each call brings orders, and returns once the worker has something to
 report.
 
-If a worker's process dies or hangs, `rollout.on_failure` decides what becomes of the episodes that it was playing
+If a worker's process dies or hangs, `rollout.on_failure` decides what happens to the episodes that it was playing
 (`Failures`). The other workers continue, and the lost worker is restarted. Episodes that it had finished remain valid.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 MOST_LINES = 20
-"""Most lines shown of what is known about a lost worker."""
+"""Maximum number of lines in the report of a lost worker."""
 
 
 @dataclass(slots=True)
@@ -68,15 +68,11 @@ class _NotBegun(Exception):
 
 @dataclass(slots=True, eq=False)
 class _WorkerProcess:
-    """The exchange with a worker's process while it lives.
+    """The communication with a worker's process while the process lives.
 
     Attributes:
-        seat: The worker's seat.
-        orders: Orders that were not sent yet.
         flights_ended: Results of the worker's requests, with the requests' numbers.
-        plays: Tasks that the worker plays or is to play.
         flights: Requests of the worker that are being generated, by number.
-        sent: Number of calls sent.
         activity: Latest reported activity of its episodes.
     """
 
@@ -91,11 +87,7 @@ class _WorkerProcess:
 
 @dataclass(slots=True, eq=False)
 class _WorkerSeat(Seat):
-    """A worker, whichever process plays its part.
-
-    Attributes:
-        process: The exchange with the current process; while the worker restarts, what waits for it.
-    """
+    """A worker's place in the pool; `process` is its current process or, while the worker restarts, the next one."""
 
     process: _WorkerProcess = field(init=False)
 
@@ -108,7 +100,7 @@ class EnvironmentWorkerPool:
 
     Args:
         groups: Groups of one process each, which is an `EnvironmentWorker`.
-        kinds: Purposes for which tasks are played, by name, as the workers know them.
+        kinds: Kinds of tasks by name, as the workers know them.
         on_failure: Policy for the episodes of a lost worker.
         restarts: Number of restarts in a row, without a finished task between them, after which a worker stays out.
     """
@@ -138,7 +130,6 @@ class EnvironmentWorkerPool:
         return EpisodeActivity.sum(seat.process.activity for seat in self._seats)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return a description of each worker's process, for reports."""
         processes = [seat.group.call("describe")[0] for seat in self._seats]
         return [{**process, "rank": number} for number, process in enumerate(processes)]
 
@@ -152,8 +143,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        With `retry`, tasks of a lost worker are played again from the same seeds, because the task need not be what
-        killed the worker.
+        With `retry`, tasks of a lost worker are played again with the same seeds, because the cause may be another
+        task.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.
@@ -192,8 +183,10 @@ class EnvironmentWorkerPool:
                 self._exchange.soon()
 
     def metrics(self, kind: str) -> dict[str, float]:
-        """Return the failed episodes of a kind by reason and the restarts of all workers, both since the last call.
-        Workers are told to warn of such failures again."""
+        """Return the failed episodes of a kind by reason, and the restarts of all workers, both since the last call.
+
+        The workers then warn of the next failure of each reason again.
+        """
         for seat in self._seats:
             seat.process.orders.counted_kinds.append(kind)
         counts, self._failed[kind] = self._failed[kind], Counter()
@@ -203,7 +196,6 @@ class EnvironmentWorkerPool:
         return {**count_failures(counts + failures.take_counts()), "worker_restarts": restarts}
 
     def last_error(self, kind: str) -> BaseException | None:
-        """Return the latest failure of a kind."""
         return self._last.get(kind)
 
     # What is sent
@@ -295,7 +287,7 @@ class EnvironmentWorkerPool:
     # Life and death
 
     def _lose(self, seat: _WorkerSeat, error: Exception) -> None:
-        """Fail what a dead or hanging worker was playing, and restart the worker."""
+        """Fail the tasks that a dead or hanging worker was playing, and restart the worker."""
         process, seat.process = seat.process, _WorkerProcess(seat)
         for fleet, flight in process.flights.values():
             fleet.forget(flight)
@@ -316,7 +308,7 @@ class EnvironmentWorkerPool:
         return ""
 
     def _note_change(self, seat: _WorkerSeat) -> None:
-        """From the restart's thread: continue with a worker that is back, or let others play what waited for it."""
+        """Called from the restart's thread: use a restarted worker, or let others play the tasks of a lost worker."""
 
         def go_on() -> None:
             if seat.state == "out":
@@ -328,30 +320,28 @@ class EnvironmentWorkerPool:
             self._loop.call_soon_threadsafe(go_on)
 
     def _describe_death(self, seat: _WorkerSeat) -> str:
-        """Describe why a worker is out."""
         return f"{seat.group.name} {self._supervisor.vain_restarts(seat)}" if self._goes_on else seat.death
 
     def shutdown(self) -> None:
-        """Shut down every worker."""
         self.closed = True
         self._supervisor.shutdown()
 
 
 def _fail(process: _WorkerProcess, error: Exception, unsent: Collection[int] = ()) -> None:
-    """Fail the tasks that a process plays; those of `unsent` count as not begun."""
+    """Fail the tasks that a process plays. Tasks in `unsent` count as not begun."""
     for number, playing in process.plays.items():
         if not playing.outcome.done():
             playing.outcome.set_exception(_NotBegun() if number in unsent else error)
 
 
 def _shorten(text: str) -> str:
-    """Return the first and the last lines of an error. The last lines are the worker's log, if there is one."""
+    """Return the first line and the last lines of an error. The last lines are the worker's log, if it has one."""
     first, *rest = text.splitlines()
     return "\n".join([first, *rest[-MOST_LINES:]])
 
 
 class WorkerPoolRunner:
-    """Plays tasks of a kind in an `EnvironmentWorkerPool`; used like an `EpisodeRunner`."""
+    """Plays tasks of a kind in an `EnvironmentWorkerPool`, with the methods of an `EpisodeRunner`."""
 
     def __init__(
         self, workers: EnvironmentWorkerPool, kind: str, samples: int, name_request: Callable[[Task], tuple[str, int]]
@@ -360,22 +350,19 @@ class WorkerPoolRunner:
         self._workers, self._kind, self._name_request = workers, kind, name_request
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """See `EpisodeRunner.play_group`."""
         return await self._workers.play(self._kind, task, *self._name_request(task), scoring)
 
     def metrics(self) -> dict[str, float]:
-        """See `EpisodeRunner.metrics`."""
         return self._workers.metrics(self._kind)
 
     @property
     def last_error(self) -> BaseException | None:
-        """The latest failure."""
         return self._workers.last_error(self._kind)
 
 
 @contextmanager
 def start_environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkerPool]:
-    """Start the environment workers of a plan, and shut them down when the context ends. Ray must be running."""
+    """Start the environment workers of a plan, and stop them when the context ends. Ray must be running."""
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}

@@ -1,6 +1,6 @@
-"""Has a policy answer held-out prompts, beside the steps of a run, between them, or without a run.
+"""Lets a policy answer held-out prompts: during the steps of a run, between them, or outside a run.
 
-`enginehouse_rl.evaluation.validation` measures the answers.
+`enginehouse_rl.evaluation.validation` measures the responses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.runs import Progress, RunDirectory
 
 KIND = "validation"
-"""Kind of the tasks of held-out prompts."""
+"""The kind of the tasks of held-out prompts."""
 
 
 def load_validations(plan: PlayPlan, reader: PromptReader, counted: Counted) -> dict[str, Validation]:
@@ -52,7 +52,6 @@ def load_validations(plan: PlayPlan, reader: PromptReader, counted: Counted) -> 
 
 
 def list_kinds(validations: Mapping[str, Validation]) -> dict[str, TaskKind]:
-    """Return the purpose for which the prompts of each kind are played."""
     return {
         kind: TaskKind(validation.sampling, len(validation.prompts), is_benchmark=validation.is_benchmark)
         for kind, validation in validations.items()
@@ -65,7 +64,6 @@ class _RunningEvaluation:
 
     Attributes:
         step: Step whose weights answer them.
-        playing: The tasks.
         whole: Groups that ended with all their episodes.
     """
 
@@ -75,19 +73,14 @@ class _RunningEvaluation:
 
 
 class Evaluator:
-    """Has held-out prompts answered, and writes and shows the results. One evaluation runs at a time, by `begin`,
-    `wait` and `report`.
+    """Lets a policy answer held-out prompts, and writes and shows the results.
+
+    One evaluation runs at a time, by `begin`, `wait` and `report`.
 
     Args:
-        validations: Prompts by kind.
-        runners: Runners that play the prompts.
         add_scores: Adds the scores of a reward model, if there is one.
-        run: Run directory to which the results are written.
-        progress: Shows the results.
-        seed: Seed of the run.
-        tokenizer: Tokenizer for the text of each token.
-        most_tokens: Most tokens that are written one by one, as in `sample_rows`.
-        writes_samples: True if the answers are written besides their metrics.
+        most_tokens: Maximum number of tokens that are written one by one, as in `sample_rows`.
+        writes_samples: True if the responses are written besides their metrics.
     """
 
     def __init__(
@@ -117,7 +110,7 @@ class Evaluator:
 
     @property
     def is_ended(self) -> bool:
-        """True if an evaluation is running and has nothing left to wait for."""
+        """True if an evaluation is running whose prompts are all answered and scored."""
         return self._running is not None and self._running.playing.is_ended
 
     def begin(self, step: int, fleet: RolloutFleet) -> None:
@@ -151,7 +144,7 @@ class Evaluator:
                 evaluation.whole.append(group)
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`, and return True if there is nothing left to wait for."""
+        """Wait at most `seconds`, and return True if all prompts are answered and scored."""
         return self._current.playing.wait(seconds)
 
     def report(self) -> tuple[int, dict[str, float]]:
@@ -174,14 +167,13 @@ class Evaluator:
         return evaluation.step, metrics
 
     def cancel(self) -> None:
-        """Cancel and forget the running evaluation, if there is one."""
         if self._running is not None:
             self._running.playing.cancel()
         self._running = None
 
     @property
     def _first(self) -> Validation:
-        """One of the validations. All of them sample alike, except for the length and the end of responses."""
+        """One of the validations. All of them use the same sampling, except for the length and the end of responses."""
         return next(iter(self._validations.values()))
 
     @property
@@ -191,7 +183,7 @@ class Evaluator:
 
 
 class StandaloneEvaluation:
-    """Evaluates a model without a run. No role is trained, and replicas load the model's files."""
+    """Evaluates a model outside a run. No role is trained, and replicas load the model's files."""
 
     def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
         self._plan, self._run, self._progress = plan, run, progress
@@ -206,7 +198,7 @@ class StandaloneEvaluation:
         """Evaluate the model.
 
         Raises:
-            EnginehouseError: The error that ended the evaluation. No metrics were written then.
+            EnginehouseError: The error that ended the evaluation, before any metrics were written.
         """
         plan, outcome = self._plan, "failed"
         self._run.record.update(evaluated={"model": plan.written.model.path, "step": plan.step})

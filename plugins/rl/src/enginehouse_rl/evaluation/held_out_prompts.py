@@ -1,4 +1,4 @@
-"""The held-out prompts of a run: when and by whom they are answered, and how the best model is kept."""
+"""Decides when, and by which engine, the held-out prompts of a run are answered, and keeps the best model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ log = logging.getLogger(__name__)
 
 
 class HeldOutPrompts:
-    """Has the prompts answered by the weights of a step that has just ended. The rollout answers them at once, or a
-    separate engine answers them while the next steps train.
+    """Lets the weights of a step that has just ended answer the held-out prompts.
+
+    The rollout answers them at once, or a separate engine answers them while the next steps train.
 
     Attributes:
-        kinds: Kinds of tasks, as `EpisodeRunners` takes them; empty if the run has no held-out prompts.
-        evaluator: Has the prompts answered once the run's workers are up; None if there are none.
+        kinds: Kinds of tasks, for `EpisodeRunners`; empty if the run has no held-out prompts.
+        evaluator: Lets the prompts be answered once the run's workers are up; None without held-out prompts.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -32,7 +33,7 @@ class HeldOutPrompts:
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
-        """Connect to the run's runners, which have started."""
+        """Create the evaluator from the run's runners, which have started."""
         if self._validations:
             run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
@@ -48,7 +49,7 @@ class HeldOutPrompts:
             )
 
     def before_first_step(self) -> None:
-        """Validate before the first step. A resumed run validates if it was interrupted before it did so."""
+        """Validate before the first step. A resumed run does so only if it was interrupted before a validation."""
         run, step = self._run, self._run.trained_step
         missed = step > run.run_directory.validated_step
         if self.evaluator is not None and (not step or (missed and run.validates(step))):
@@ -56,7 +57,7 @@ class HeldOutPrompts:
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        """Validate if it is due, and report a validation that ended beside the steps."""
+        """Validate if it is due, and report a validation that ended during the steps."""
         due, evaluator = self._run.validates(step), self.evaluator
         if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
             if not evaluator.is_ended:
@@ -69,8 +70,10 @@ class HeldOutPrompts:
             self.validate(step)
 
     def validate(self, step: int) -> None:
-        """Begin to answer the prompts by the weights of a step that has just ended. Wait for the answers unless a
-        separate engine gives them; `finish` does so then."""
+        """Begin to answer the prompts with the weights of a step that has just ended.
+
+        Wait for the responses, unless a separate engine generates them; then `finish` waits.
+        """
         if (evaluator := self.evaluator) is None:
             return
         run = self._run
@@ -89,7 +92,7 @@ class HeldOutPrompts:
         self._report()
 
     def finish(self, before: int | None = None, seconds: float | None = None) -> None:
-        """Wait for the validation beside the steps. Takes the arguments of `Loop.finish_beside`."""
+        """Wait for the validation that runs during the steps. Takes the arguments of `Loop.finish_beside`."""
         evaluator, step = self.evaluator, self.evaluator.step if self.evaluator else None
         if evaluator is None or step is None or (before is not None and step >= before):
             return
@@ -97,7 +100,7 @@ class HeldOutPrompts:
             evaluator.cancel()
             log.warning(
                 "the validation at step %d is not in validation.jsonl, because there was no time to finish it. "
-                "`enginehouse eval` measures any model that was saved", step,
+                "`enginehouse eval` measures any saved model", step,
             )  # fmt: skip
             return
         with self._run.clock.phase("validate"):

@@ -1,4 +1,4 @@
-"""Validations measure the responses to held-out prompts, which are greedy unless the config says otherwise.
+"""Measures the responses to held-out prompts, which are greedy unless the config says otherwise.
 
 `enginehouse_rl/metrics.md` describes each metric.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 50
-"""Most values of the column `evaluation.by`, because each value has its own metrics."""
+"""Maximum number of values in the column `evaluation.by`, because each value has its own metrics."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class Validation:
 
     Attributes:
         prompts: Prompts of all files, one file after another, with the columns of `PromptDataset.rows`.
-        sampling: Sampling parameters of the responses.
         how: Short description of `sampling`.
         files: Name, path and number of prompts of each file.
         pass_threshold: Lowest reward of a response that passes.
-        values: Each prompt's value in the column by which metrics are split. None: they are not split.
-        is_benchmark: True if the prompts are of a benchmark.
+        values: Each prompt's value in the column by which metrics are grouped. None: they are not grouped.
+        is_benchmark: True if the prompts belong to a benchmark.
     """
 
     prompts: Batch
@@ -111,8 +110,8 @@ class Validation:
             )
             if len(distinct := set(values)) > MOST_VALUES:
                 raise DataError(
-                    f"evaluation.by: the column {evaluation.by!r} has {len(distinct)} values in data.validation, and "
-                    f"figures are measured for at most {MOST_VALUES}; name a column that sorts prompts into few kinds"
+                    f"evaluation.by: the column {evaluation.by!r} has {len(distinct)} values in data.validation, but "
+                    f"metrics are measured for at most {MOST_VALUES}; name a column with fewer values"
                 )
         return cls(
             prompts=Batch.concat(batches),
@@ -127,7 +126,7 @@ class Validation:
         """Return the metrics of a validation.
 
         Args:
-            samples: `sampling.n` adjacent episodes for each prompt, as of `build_batch`.
+            samples: `sampling.n` adjacent episodes for each prompt, as `build_batch` returns them.
             answered: Numbers of their prompts in ascending order.
         """
         samples_each, samples = self.sampling.n, EpisodeRows(samples["episode"]).join(samples)
@@ -160,11 +159,12 @@ class Validation:
         return join_ratios(metrics) if self.is_benchmark else metrics
 
     def warn_of_dropped(self, step: int, answered: Sequence[int]) -> None:
-        """Warn of the prompts that are left out of the metrics."""
+        """Warn of the prompts that the metrics leave out."""
         if dropped := sorted(set(range(len(self.prompts))).difference(answered)):
             paths, numbers = self._list_paths(), self.prompts["row"].tolist()
             log.warning(
-                "validation at step %d: %d of %d prompts are left out of its figures, as their episodes failed: %s",
+                "validation at step %d: %d of %d prompts are left out of its metrics, because their episodes failed: "
+                "%s",
                 step,
                 len(dropped),
                 len(self.prompts),
@@ -178,8 +178,11 @@ class Validation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each sample, with its prompt's file and row, and the data's `answer`, a text or a
-        number, as `reference`. Arguments as of `measure` and `sample_rows`."""
+        """Yield a plain row for each sample, with its prompt's file and row number.
+
+        If the data has an `answer`, as a text or a number, the row contains it as `reference`. Arguments are those of
+        `measure` and `sample_rows`.
+        """
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()
         references = [columns.get("answer") for columns in self.prompts["columns"]]
         episodes = EpisodeRows(samples["episode"]).index.tolist()
@@ -190,12 +193,10 @@ class Validation:
             yield {"file": paths[prompt], "row": numbers[prompt], **further, **row}
 
     def _list_paths(self) -> list[str]:
-        """Return the file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
     def _measure_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
-        """Return metrics of rewards, float64 `(prompts, samples)`, and of answers, texts of the same shape; None: there
-        are no answers."""
+        """Return metrics of rewards, float64 `(prompts, samples)`, and of answers, texts of the same shape, or None."""
         prompts, samples = rewards.shape
         means = rewards.mean(1)
         metrics = {"reward": means.mean().item()}
@@ -217,8 +218,8 @@ class Validation:
 
 
 def estimate_pass_at(k: int, samples: int, passed: int) -> float:
-    """Return the chance that one of `k` responses passes, if `passed` of `samples` responses did: the unbiased
-    estimator.
+    """Return an unbiased estimate of the chance that one of `k` responses passes, if `passed` of `samples` responses
+    did.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
@@ -226,10 +227,10 @@ def estimate_pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> bool:
-    """Return True if the most frequent answer to a prompt passes, judged by the first response that gives it.
+    """True if the most frequent answer to a prompt passes, judged by the first response that gives it.
 
-    Of equally frequent answers the first counts. A response without an answer has no vote. If no response has an
-    answer, none passes.
+    Of equally frequent answers, the first counts. A response without an answer does not vote. The result is False if no
+    response has an answer.
     """
     counts = Counter(answer for answer in answers if answer)
     return bool(counts) and passed[answers.index(counts.most_common(1)[0][0])]

@@ -1,8 +1,8 @@
-"""Makes a model directory of a GGUF file, once, in the user's cache, because engines only read safetensors.
+"""Converts a GGUF file to a model directory in the user's cache, because engines read only safetensors.
 
-transformers reads the file, and its weights become float32. What transformers does not read of a file is refused, since
-the model would be another one. The directory is named by the digest of the file, so that a copy under another name, or
-from the hub, is not made again.
+transformers reads the file, and its weights become float32. If transformers does not read everything in a file, the
+file is rejected, because the result would be another model. The directory is named by the digest of the file, so that a
+copy under another name, or from the hub, is not converted again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from enginehouse_rl.hub.names import GGUF
 
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 RECORD, MADE_FROM = "gguf.json", "made_from.txt"
-"""Files of a directory that was made: what it was made of, for programs and for people."""
+"""Files in a converted directory that name its source, for programs and for people."""
 READERS = ("torch", "transformers", "accelerate", "gguf")
 """The packages that read GGUF."""
 SHOWN = 12
-"""Digits of a digest that messages show."""
+"""Number of digits of a digest in messages."""
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 ROTARY = "rope_freqs.weight"
-"""The tensor of the divisors of rotary frequencies, which transformers passes over."""
+"""The tensor of the divisors of rotary frequencies, which transformers ignores."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""RoPE parameters of the Llama 3 family besides the factor. A file only has the divisors that follow from them."""
+"""RoPE parameters of the Llama 3 family, except the factor. A file contains only the divisors that follow from them."""
 _LINK = f"model{GGUF}"
 _STRETCHED = {"linear", "yarn", "longrope"}
 
@@ -47,13 +47,12 @@ Say = Callable[[str], object]
 
 
 class GgufModel(NamedTuple):
-    """A model directory that was made of a GGUF file.
+    """A model directory that was converted from a GGUF file.
 
     Attributes:
         directory: the directory, with float32 weights in safetensors.
-        file: the file.
-        digest: SHA-256 of its content.
-        types: the types of its weights, those of most weights first, as `("Q4_1", "F32")`.
+        digest: SHA-256 of the file.
+        types: the types of its weights, beginning with the type of most weights, as `("Q4_1", "F32")`.
     """
 
     directory: Path
@@ -63,19 +62,19 @@ class GgufModel(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The words on where the weights came from."""
+        """A description of the origin of the weights."""
         return f"GGUF of {', '.join(self.types)} (sha256 {self.digest[:SHOWN]}), dequantized to float32"
 
 
 def find_gguf(path: str, key: str) -> Path | None:
-    """Return the GGUF file that a path of a model names: itself, or the only weights of its directory; else None.
+    """Return the GGUF file that a model path names: the file itself, or the only weights of the directory; else None.
 
     Args:
         path: a file or a directory.
-        key: the config key or option that has it, for messages.
+        key: the config key or option that has the path, for messages.
 
     Raises:
-        ModelError: the directory holds several GGUF files, and no other weights.
+        ModelError: the directory contains several GGUF files, and no other weights.
     """
     place = Path(path)
     if place.is_file():
@@ -90,13 +89,13 @@ def find_gguf(path: str, key: str) -> Path | None:
 
 
 def models_folder(key: str) -> Path:
-    """Return the folder of models that were made here, in the user's cache.
+    """Return the folder of converted models in the user's cache.
 
     Args:
         key: the config key or option of a model, for messages.
 
     Raises:
-        ModelError: there is no home directory, nor a variable that says where the cache is.
+        ModelError: there is no home directory, and no variable names a cache folder.
     """
     try:
         return cache_folder() / "models"
@@ -107,15 +106,14 @@ def models_folder(key: str) -> Path:
 
 
 def make_model(file: Path, key: str, say: Say) -> GgufModel:
-    """Return the model directory of a GGUF file, which is made first where it is not there.
+    """Return the model directory of a GGUF file, converting the file first if needed.
 
     Args:
-        file: the file.
-        key: the config key or option that has it, for messages.
-        say: takes a line on what is done.
+        key: the config key or option that has the file, for messages.
+        say: gets a line about each task.
 
     Raises:
-        ModelError: the file cannot be read as a model, or the directory not be written.
+        ModelError: the file cannot be read as a model, or the directory cannot be written.
     """
     directory = models_folder(key)
     try:
@@ -139,13 +137,12 @@ def make_model(file: Path, key: str, say: Say) -> GgufModel:
 
 
 def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "") -> None:
-    """Write the model directory of a GGUF file: its weights in float32, its tokenizer, and what it was made of.
+    """Write the model directory of a GGUF file: its weights in float32, its tokenizer, and a record of its source.
 
     Args:
-        file: the file.
-        directory: the directory, which does not exist.
+        directory: the directory, which must not exist.
         key: the config key or option that has the file, for messages.
-        say: takes a line on what is done.
+        say: gets a line about each task.
         digest: SHA-256 of the file; empty: it is computed.
 
     Raises:
@@ -167,7 +164,6 @@ def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "
 
 
 def find_missing_readers() -> list[str]:
-    """Return the packages that read GGUF and are not installed."""
     return [name for name in READERS if importlib.util.find_spec(name) is None]
 
 
@@ -175,7 +171,7 @@ _digests: dict[tuple[str, int, int], str] = {}
 
 
 def _digest(file: Path, say: Say) -> str:
-    """Return the SHA-256 of a file; a process reads a file once, unless it changes."""
+    """Return the SHA-256 of a file. A process reads a file only once, unless the file changes."""
     status = file.stat()
     cache_key = (str(file.resolve()), status.st_size, status.st_mtime_ns)
     if cache_key not in _digests:
@@ -186,15 +182,13 @@ def _digest(file: Path, say: Say) -> str:
 
 
 class _Header(NamedTuple):
-    """The beginning of a GGUF file: all but its weights.
+    """Everything in a GGUF file except its weights.
 
     Attributes:
-        file: the file.
         tensors: the number of weights of each tensor, by name.
-        types: the types of the weights, those of most weights first.
-        tokens: the number of its tokens.
-        fields: the values of its fields that are no arrays.
-        rotary: the divisors of its rotary frequencies; empty if they are not scaled.
+        types: the types of the weights, beginning with the type of most weights.
+        fields: the values of its fields, except arrays.
+        rotary: the divisors of its rotary frequencies; empty if these are not scaled.
     """
 
     file: Path
@@ -210,10 +204,10 @@ class _Header(NamedTuple):
 
     @classmethod
     def read(cls, file: Path, key: str) -> _Header:
-        """Read the beginning of a file, and check that all of it is there.
+        """Read the header of a file, and check that the file is complete.
 
         Raises:
-            ModelError: it is no GGUF file, damaged, cut short, or a part of several.
+            ModelError: it is no GGUF file, is damaged or cut short, or is one of several parts.
         """
         from gguf import GGUFReader, GGUFValueType
 
@@ -222,7 +216,7 @@ class _Header(NamedTuple):
         if not first.startswith(b"GGUF"):
             pointer = first.startswith(b"version https://git-lfs")
             cure = "Git LFS has it elsewhere, `git lfs pull` fetches it" if pointer else "fetch it again"
-            raise ModelError(f"{key}: {file} is no GGUF file, as it does not begin like one: {cure}")
+            raise ModelError(f"{key}: {file} is no GGUF file, because it does not begin like one: {cure}")
         try:
             reader = GGUFReader(file)
             scalars = [field for field in reader.fields.values() if field.types[:1] != [GGUFValueType.ARRAY]]
@@ -250,7 +244,7 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
     """Write the weights, the config and the tokenizer of a file as a model directory.
 
     Raises:
-        ModelError: transformers does not read it, or not all of it.
+        ModelError: transformers does not read the file, or not all of it.
         OSError: the directory cannot be written.
     """
     import torch
@@ -290,7 +284,9 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
         if lost := _name_lost(header, model, report["missing_keys"]):
-            raise ModelError(f"{key}: {reads} does not read all of {file} ({lost}): it would be another model; {cure}")
+            raise ModelError(
+                f"{key}: {reads} does not read all of {file} ({lost}), so the result would be another model; {cure}"
+            )
         try:
             model.save_pretrained(directory)
         except SafetensorError as error:  # a full disk
@@ -299,7 +295,7 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
 
 
 def _name_lost(header: _Header, model: Any, missing: Any) -> str:
-    """Return what of a file is not in the model that was made of it; empty if all is."""
+    """Name the part of a file that is missing in the model read from it; empty if the model is complete."""
     from enginehouse.weights.names import unique_state
 
     if missing:
@@ -321,7 +317,7 @@ def _name_lost(header: _Header, model: Any, missing: Any) -> str:
 
 
 def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
-    """Return the RoPE parameters of Llama 3 by which frequencies have these divisors; empty if they are others'."""
+    """Return the Llama 3 RoPE parameters that give these divisors of frequencies; empty if they give others."""
     rope = getattr(config, "rope_parameters", None) or {}
     if not divisors or len(divisors) * 2 != getattr(config, "head_dim", None):
         return {}
@@ -336,18 +332,18 @@ def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
 
 
 def _is_beyond(name: str, config: Any) -> bool:
-    """True if a tensor is of a block that only predicts further tokens, which stands behind a model's layers."""
+    """True if a tensor belongs to a block after a model's layers, which only predicts further tokens."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= config.get_text_config().num_hidden_layers
 
 
 def _read_tokenizer(folder: str, tokens: int) -> Any:
-    """Return the tokenizer of the file in a folder, with the tokens that the file has and no others.
+    """Return the tokenizer of the file in a folder, with exactly the file's tokens.
 
-    transformers adds those that a class of tokenizers expects, and would read the class's own rules into the saved one.
+    transformers adds tokens that a class of tokenizers expects, and would store the class's own rules in the saved
+    tokenizer.
 
     Args:
-        folder: the folder.
         tokens: the number of the file's tokens.
     """
     from tokenizers import Tokenizer

@@ -1,6 +1,6 @@
-"""Names of models and data sets on the Hugging Face hub, which may stand in a config where a path may.
+"""Names of models and data sets on the Hugging Face hub, which a config may have instead of paths.
 
-A path that exists is always the path. Nothing is asked of the hub here.
+A path that exists is always taken as a path. This module sends no requests to the hub.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from enginehouse_rl.data.files import SUFFIXES
 Kind = Literal["model", "dataset"]
 
 MAIN = "main"
-"""The revision of a name without one."""
+"""The revision of a name without a revision."""
 GGUF = ".gguf"
-"""The suffix of a file of GGUF."""
+"""The suffix of GGUF files."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?"
@@ -26,16 +26,16 @@ _DATASET = re.compile(_REPOSITORY + r"(?::(?:(?P<config>[^/:@]+)/)?(?P<split>[^/
 
 
 class HubName(NamedTuple):
-    """A name on the hub: `Qwen/Qwen3-0.6B@revision`, a file of GGUF `org/name@revision:FILE.gguf`, or of a data set
+    """A name on the hub.
+
+    Examples are `Qwen/Qwen3-0.6B@revision`, for a GGUF file `org/name@revision:FILE.gguf`, and for a data set
     `openai/gsm8k@revision:config/split`.
 
     Attributes:
-        kind: the kind of thing that it names.
         repository: `org/name`.
-        revision: a branch, a tag or a commit; None where the name has none.
-        config: the configuration of a data set; None where the name has none.
-        split: its split; None where the name has none.
-        file: the file of a model's weights in GGUF; None where the name has none.
+        config: the configuration of a data set, if the name has one.
+        split: its split, if the name has one.
+        file: the GGUF file with a model's weights, if the name has one.
     """
 
     kind: Kind
@@ -47,9 +47,10 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, kind: Kind) -> HubName | None:
-        """Return the name that a config has in the place of a path; None if it is a path.
+        """Return the hub name that stands in a config instead of a path; None if the text is a path.
 
-        A directory that is here is no owner on the hub, unless a revision or a split says so.
+        If the text before the slash is a local directory, it is no owner on the hub, unless the text has a revision, a
+        split or a file.
         """
         match = (_MODEL if kind == "model" else _DATASET).fullmatch(text)
         if match is None or os.path.lexists(text):
@@ -63,7 +64,7 @@ class HubName(NamedTuple):
 
     @property
     def names_commit(self) -> bool:
-        """True if the revision is a commit, which never moves."""
+        """True if the revision is a commit, which never changes."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Fetches files of a name on the hub into the cache of `huggingface_hub`, which also reads the token."""
+"""Fetches the files of a name on the hub into the cache of `huggingface_hub`, which also reads the token."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from enginehouse_rl.hub.names import GGUF, MAIN, HubName
 log = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
-"""The files of a model that are fetched beside its weights: what engines and tokenizers read."""
+"""Patterns of the files that are fetched besides a model's weights: the files that engines and tokenizers read."""
 OTHER_MODEL_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.py")
-"""Patterns of files that are not fetched: copies of the model in other forms, and earlier checkpoints."""
+"""Patterns of files that are not fetched: copies of the model in other formats, and earlier checkpoints."""
 _INDEX, _WEIGHTS = "model.safetensors.index.json", ".safetensors"
 _OTHER_WEIGHTS = (GGUF, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 SHOWN = 12
-"""Digits of a commit that messages show."""
+"""Number of digits of a commit in messages."""
 FIRST_SECONDS, LOG_SECONDS = 5.0, 30.0
-"""Time until the first line on a download where there is no terminal, and between others."""
+"""Without a terminal: time until the first line about a download, and time between later lines."""
 
 Say = Callable[[str], None]
 
@@ -37,10 +37,8 @@ class Snapshot(NamedTuple):
     """Files of a commit, in the cache.
 
     Attributes:
-        path: their directory.
-        commit: the commit.
-        unreached: reason why the hub was not asked; empty if it was asked, or need not be.
-        file: the file of a model's weights, if it is of GGUF; else empty.
+        unreached: reason why the hub was not asked; empty if it was asked, or need not be asked.
+        file: the GGUF file with a model's weights; empty for other models.
     """
 
     path: Path
@@ -50,7 +48,7 @@ class Snapshot(NamedTuple):
 
     @property
     def model_path(self) -> Path:
-        """The path of a model: the directory, or its file of GGUF."""
+        """The path of a model: the directory, or its GGUF file."""
         return self.path / self.file
 
 
@@ -60,21 +58,19 @@ _fetched: dict[tuple[Any, ...], Snapshot] = {}
 def fetch(
     name: HubName, key: str, files: Sequence[str], others: Sequence[str] = (), say: Say = log.debug, unreached: str = ""
 ) -> Snapshot:
-    """Find the commit of a name, and fetch its files that are not in the cache.
+    """Find the commit of a name, and fetch those of its files that are not in the cache.
 
-    A process asks for a name only once, so that a plan that is made again with another layout has the same commit.
+    A process asks for a name only once, so that a second plan, with another layout, gets the same commit.
 
     Args:
-        name: the name.
-        key: the config key or option that has it, for messages.
+        key: the config key or option that has the name, for messages.
         files: patterns of the files to fetch.
         others: patterns of files among them that are not fetched.
-        say: shows how far it is.
         unreached: reason not to ask the hub; empty: ask it.
 
     Raises:
-        ModelError: the files of a model cannot be had.
-        DataError: the files of a data set cannot be had.
+        ModelError: the files of a model cannot be fetched.
+        DataError: the files of a data set cannot be fetched.
     """
     from huggingface_hub import constants
 
@@ -109,10 +105,10 @@ def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
 
 
 def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequence[str]) -> str:
-    """Return the file of GGUF that a name means: the one that it names, else the only weights; empty if none.
+    """Return the GGUF file that a name refers to: the file in the name, or the model's only weights; empty if none.
 
     Raises:
-        ModelError: it is not there, or which one is meant is not clear.
+        ModelError: the file does not exist, or the name is ambiguous.
     """
     choices = [file for file in files if file.lower().endswith(GGUF)]
     if name.file:
@@ -130,7 +126,7 @@ def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequenc
 
 
 def _choose_weights(files: Sequence[str], folder: Path) -> list[str]:
-    """Return the weights among a model's files: the files that its index names, or its only file, or all there are."""
+    """Return the weights among a model's files: the files in its index, or `model.safetensors`, or all weights."""
     try:
         shards = set(decode_json((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
@@ -152,7 +148,7 @@ def list_files(name: HubName, commit: str) -> list[str]:
 
 
 def escape_patterns(files: Sequence[str]) -> list[str]:
-    """Return patterns that match only these paths."""
+    """Return patterns that match exactly these paths."""
     return [glob.escape(file) for file in files]
 
 
@@ -185,7 +181,7 @@ def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str],
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return True if the error is a final answer, of the hub or of the client, to the name."""
+    """True if the error is a final answer to the name, from the hub or from the client."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -194,7 +190,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _explain_unreached(error: BaseException) -> str:
-    """Explain why the hub gives no answer."""
+    """Explain why the hub does not answer."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -204,12 +200,8 @@ def _explain_unreached(error: BaseException) -> str:
 
 
 def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
-    """Describe in a line why the files of a name cannot be had, what is cached of them, and what to do.
-
-    Args:
-        error: error of the client.
-        unreached: reason why the hub was not asked; empty if it was.
-    """
+    """Describe in one line why the files of a name cannot be fetched, which of them are cached, and what to do.
+    `unreached` is the reason why the hub was not asked; empty if it was."""
     from huggingface_hub import constants, errors
 
     repository, kind = name.repository, "model" if name.kind == "model" else "data set"
@@ -272,7 +264,7 @@ def _describe_cached(name: HubName) -> str:
 
 
 def _suggest_cached(name: HubName) -> str:
-    """Return the end of a sentence with the most similar cached name, if there is one."""
+    """Return the end of a sentence with the most similar name in the cache, if there is one."""
     from huggingface_hub import constants
 
     prefix = f"{name.kind}s--"
@@ -285,7 +277,7 @@ def _suggest_cached(name: HubName) -> str:
 
 
 def _suggest_revision(name: HubName) -> str:
-    """Return the end of a sentence with the nearest branch or tag."""
+    """Return the end of a sentence with the most similar branch or tag."""
     from huggingface_hub import HfApi, constants
 
     if name.names_commit:
@@ -305,7 +297,7 @@ def _find_folder(name: HubName) -> Path:
 
 
 def _make_bar(name: HubName, say: Say) -> type:
-    """Return the class of the client's progress bars: a line on a terminal, otherwise a line in a log now and then."""
+    """Return the class of the client's progress bars: a line on a terminal, otherwise occasional lines in the log."""
     from huggingface_hub.utils import tqdm
 
     shows, next_line = sys.stderr.isatty(), [time.monotonic() + FIRST_SECONDS]

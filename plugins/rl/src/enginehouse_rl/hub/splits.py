@@ -1,6 +1,7 @@
 """Finds the files of a split of a data set on the hub.
 
-`datasets` derives them from the names of the files and from the data set's card. Rows are read as from any file.
+`datasets` derives them from the names of the files and from the data set's card. The rows are then read as from any
+file.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from enginehouse_rl.hub.names import HubName
 from enginehouse_rl.hub.snapshots import Say, Snapshot, escape_patterns, fetch, list_files
 
 CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
-"""Files that assign files to splits."""
+"""Files that assign data files to splits."""
 
 
 class HubSplit(NamedTuple):
     """The files of a split.
 
     Attributes:
-        name: the complete name, with the revision only if it was given.
-        snapshot: the snapshot that has the files.
-        files: their paths, in their order.
+        name: the complete name, with a revision only if the config names one.
     """
 
     name: HubName
@@ -38,13 +37,11 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     """Fetch the files of a split.
 
     Args:
-        name: name of a data set.
-        key: the config key that has it, for messages.
-        usual: the split of a name without one, if the data set has it.
-        say: shows how far it is.
+        key: the config key that has the name, for messages.
+        usual: the split to take if the name has none and the data set has several.
 
     Raises:
-        DataError: they cannot be had, are not there, or are of no kind that is read here.
+        DataError: the files cannot be fetched, do not exist, or have an unknown format.
     """
     card = fetch(name, key, CARDS, say=say)
     say(f"Looking for the split of {name}")
@@ -61,16 +58,16 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     files = splits[split]
     if strange := [file for file in files if not file.lower().endswith(SUFFIXES)]:
         raise DataError(
-            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: have "
-            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, split={split!r})"
-            ".to_parquet('rows.parquet'), and name that"
+            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: let "
+            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, "
+            f"split={split!r}).to_parquet('rows.parquet'), and name that"
         )
     fetch(name._replace(revision=card.commit), key, escape_patterns(files), say=say, unreached=card.unreached)
     return HubSplit(full, card, tuple(str(card.path / file) for file in files))
 
 
 def _sketch(folder: Path, files: Sequence[str], cards: Path) -> None:
-    """Make a folder with the names of a data set's files, all empty but the cards."""
+    """Create a folder with the names of a data set's files. All files are empty except the cards."""
     for file in files:
         path = folder / file
         if path.suffix == ".py" or not path.resolve().is_relative_to(folder.resolve()):
@@ -86,7 +83,7 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
     """Return the configuration of a name, and the files of its splits.
 
     Raises:
-        DataError: it names none that is there, or `datasets` finds none.
+        DataError: the configuration does not exist, or `datasets` finds none.
     """
     import datasets
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -121,10 +118,10 @@ def _describe_config_error(name: HubName, configs: Sequence[str]) -> str:
 
 
 def _choose_split(name: HubName, key: str, usual: str | None, config: str, splits: Mapping[str, Sequence[str]]) -> str:
-    """Return the split of a name: the one that it names, the only one, or the usual one.
+    """Return the split of a name: the split in the name, the only split, or the usual split.
 
     Raises:
-        DataError: it is not there, or which one is meant is not clear.
+        DataError: the split does not exist, or the name is ambiguous.
     """
     split = name.split or (next(iter(splits)) if len(splits) == 1 else usual)
     names = [str(name._replace(config=config, split=choice)) for choice in splits]

@@ -1,5 +1,3 @@
-"""Facts about a run that alarms need besides its metrics."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,21 +11,20 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import RunPlan
 
 LARGEST_TOLERANCE = 0.05
-"""Nats by which the logprobs of generated tokens may differ on average. Such tokens are likely, so rounding moves their
-logprobs less than those of the prompts that an effect check compares."""
+"""Largest mean difference of the logprobs of generated tokens, in nats, that is permitted. Such tokens are likely, so
+rounding moves their logprobs less than those of the prompts that an effect check compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmInputs:
-    """The facts about a run that alarms need.
+    """The facts about a run that alarms need besides its metrics.
 
     Attributes:
-        other_roles: Roles that are trained beside the actor; their metrics begin with their names.
+        other_roles: Roles that are trained beside the actor. The names of their metrics begin with the role's name.
         grouped: True if there are several samples of each prompt.
         compares: True if advantages compare the samples of a prompt.
-        kl_in_reward: True if a KL term is subtracted from the rewards after their metrics are made.
-        tolerance: Tolerance of the effect check in nats. The engines may differ by it, or by `LARGEST_TOLERANCE` if
-            that is less.
+        kl_in_reward: True if a KL term is subtracted from the rewards after their metrics are computed.
+        tolerance: Tolerance of the effect check in nats.
         stale: True if the config asks for rows of older weights.
         rewarded: True if advantages depend on rewards, and not, for example, on a teacher's logprobs.
         scored: True if a reward function scores responses, and not only a reward model.
@@ -44,12 +41,11 @@ class AlarmInputs:
 
     @property
     def most_apart(self) -> float:
-        """Nats by which the engines may differ."""
+        """Largest permitted difference between the engines, in nats: `tolerance`, but at most `LARGEST_TOLERANCE`."""
         return min(self.tolerance, LARGEST_TOLERANCE)
 
 
 def read_alarm_inputs(plan: RunPlan) -> AlarmInputs:
-    """Return what alarms need to know of a run, from its plan."""
     if not isinstance(plan, Plan):
         return AlarmInputs()
     config, needs = plan.config, plan.advantage_needs

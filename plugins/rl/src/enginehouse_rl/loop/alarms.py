@@ -1,8 +1,9 @@
 """Alarms find problems of a run in its metrics. Each is reported once, with advice.
 
-An alarm looks at the metrics of the first and the last steps (`History`) and returns a description of the problem, or
-nothing. Because metrics are noisy, a change must lie between quartiles of windows, and a lasting state must last
-`WINDOW` steps. Alarms do not end a run, because most problems may pass. Only steps whose gradient is not finite do.
+An alarm compares the metrics of the first and the last steps (`History`) and returns a description of the problem, or
+an empty text. Metrics are noisy. Therefore a change must separate quartiles of the first and the last steps, and a
+lasting state must last `WINDOW` steps. Alarms do not end a run, because most problems may pass. The run ends only after
+several steps without a finite gradient.
 """
 
 from __future__ import annotations
@@ -24,35 +25,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""Steps in a row that end a run if each of their optimizer steps was skipped for a gradient that was not finite."""
+"""The run ends after this many consecutive steps of which no gradient was finite, so that all optimizer steps were
+skipped."""
 LEAST_STEPS = WINDOW // 2
-"""Least number of first steps, and of last steps, that a change is measured between."""
+"""Minimum number of first steps, and of last steps, for measuring a change."""
 COLLAPSE_FACTOR = 10.0
 """Factor by which the entropy must have fallen since the first steps to count as collapsed. A policy that finds the
-best answers becomes as sure of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have equal
-rewards, the mean reward is below the best by more than `MISSED` of the range of rewards, and it has not risen during
-the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces `MISSED`, and `KEPT` steps are
-needed."""
+best responses also becomes certain of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have
+equal rewards; the mean reward is below the best reward by more than `MISSED` of the range of rewards; and the mean
+reward has not risen during the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces
+`MISSED`, and `KEPT` steps are needed."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""Nats per token of a KL that is called a runaway, unless twice the entropy of the first steps is more. Turning a
-policy into one that always gives its most likely answer costs about that much."""
+"""Nats per token from which a KL counts as a runaway, unless twice the entropy of the first steps is more. Turning a
+policy into one that always gives its most likely response costs about that much."""
 GROWTH_FACTOR = 3.0
-"""Factor by which a mismatch or a KL must have grown; a mismatch must also reach a tenth of the permitted one."""
+"""Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
-"""Fraction of responses cut at max_tokens that counts as all."""
+"""Fraction of responses cut off at max_tokens that counts as all."""
 CUT_MANY = 0.5
-"""Fraction of responses cut at max_tokens that counts if they have a higher reward than the responses that ended."""
+"""Fraction of responses cut off at max_tokens that counts if these get a higher reward than responses that ended."""
 SLOW_FACTOR = 2.0
-"""Factor by which a slow replica takes longer than others."""
+"""Factor by which a slow replica takes longer than the others."""
 NO_ROLES = ("reward", "environment", "controller")
-"""Causes of waiting while no role works."""
+"""Causes of waiting during which no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
-"""Fraction of a step's time, and least number of seconds, that the run spends waiting for one of `NO_ROLES`."""
+"""Fraction of a step's time, and minimum number of seconds, that the run spends waiting for one of `NO_ROLES`."""
 
 
 class StepsSkipped(EnginehouseError):
-    """No gradient of several steps in a row was finite, so nothing is learned. Weights are as before these steps."""
+    """No gradient of several consecutive steps was finite, so nothing is learned. The weights are unchanged."""
 
 
 class Alarm(NamedTuple):
@@ -60,9 +62,8 @@ class Alarm(NamedTuple):
 
     Attributes:
         name: Name in `alarms.jsonl`.
-        look: Describes the problem at this moment, with figures; empty if there is none.
-        advice: Remedies to try, with the keys of the config.
-        after: Names of alarms that are its cause. It is not reported together with them.
+        look: Describes the current problem, with numbers; empty if there is none.
+        after: Names of alarms that are its cause. If one of them is raised, this alarm is not reported.
     """
 
     name: str
@@ -72,12 +73,11 @@ class Alarm(NamedTuple):
 
 
 class Alarms:
-    """Looks at a run after each step, and reports problems in the log, on the display and in `alarms.jsonl`.
+    """Checks a run after each step, and reports problems in the log, on the display and in `alarms.jsonl`.
 
     Args:
-        run: Run directory to which alarms are written. Alarms that it has already are not reported again.
+        run: Run directory to which alarms are written. Alarms that it already contains are not reported again.
         progress: Shows the alarms, and has the history.
-        inputs: Facts about the run.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, inputs: AlarmInputs):
@@ -86,7 +86,7 @@ class Alarms:
         progress.alarms = list(run.alarms)
 
     def check(self, step: int) -> None:
-        """Look at the run after a step.
+        """Check the run after a step.
 
         Raises:
             StepsSkipped: No gradient of this step and of the steps before it was finite.
@@ -123,11 +123,10 @@ class Change(NamedTuple):
 def measure_change(
     history: History, name: str, of_first: Callable[[Sequence[float]], float]
 ) -> tuple[Change, list[float]] | None:
-    """Return how a metric changed, and its values in the last steps. None if either end has too few values.
+    """Return how a metric changed, and its values in the last steps. None if the first or the last steps have too few
+    values.
 
     Args:
-        history: History of the run.
-        name: Name of the metric.
         of_first: Reduces the first steps to one number. Use the minimum or maximum for a metric that may change within
             them, and a quartile if noise matters.
     """
@@ -139,7 +138,7 @@ def measure_change(
 
 
 def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
-    """Return True if `holds` is true for each of the last `WINDOW` steps."""
+    """True if `holds` is true for each of the last `WINDOW` steps."""
     return len(history.last) >= WINDOW and all(map(holds, history.recent()))
 
 
@@ -162,7 +161,6 @@ def _find_upper_quartile(values: Sequence[float]) -> float:
 
 
 def _name_steps(history: History) -> str:
-    """Name the last `WINDOW` steps."""
     return f"in steps {history.step - WINDOW + 1} to {history.step}"
 
 
@@ -214,8 +212,9 @@ def _find_off_policy(history: History, inputs: AlarmInputs) -> str:
     if inputs.stale or compared >= 1:
         return ""
     return (
-        f"{100 * (1 - compared):.3g}% of the step's tokens were drawn with other weights than the rollout was last "
-        "sent, by the version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)"
+        f"{100 * (1 - compared):.3g}% of the step's tokens were generated with other weights than the rollout was "
+        "last sent, according to the version of each row: they are off-policy, and mismatch/* does not cover them "
+        "(mismatch/compared)"
     )
 
 
@@ -255,7 +254,10 @@ def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
     if _find_lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
         return ""
     paid, ended = (statistics.median(_list_finite(rows, name)) for name in (_PAID, _ENDED))
-    return f"{problem}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
+    return (
+        f"{problem}; their reward was {paid:.3g}, and that of complete responses {ended:.3g}, so the policy "
+        "learns not to end"
+    )
 
 
 def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
@@ -276,8 +278,8 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
         return ""
     return (
-        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
-        f"responses had up to {top:.3g}: the policy no longer tries anything else"
+        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and "
+        f"single responses had up to {top:.3g}: the policy no longer explores"
     )
 
 
@@ -298,7 +300,7 @@ def _find_zero_rewards(history: History, inputs: AlarmInputs) -> str:
 
 def _find_equal_rewards(history: History, inputs: AlarmInputs) -> str:
     all_equal = inputs.compares and holds_throughout(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
-    consequence = "only the KL term in it tells them apart" if inputs.kl_in_reward else "comparing them teaches nothing"
+    consequence = "only the KL term distinguishes them" if inputs.kl_in_reward else "comparing them teaches nothing"
     return f"all samples of each prompt had the same reward {_name_steps(history)}: {consequence}" * all_equal
 
 
@@ -311,7 +313,7 @@ def _find_uncounted_tokens(history: History, inputs: AlarmInputs) -> str:
 
 def _find_zero_gradient(history: History, inputs: AlarmInputs) -> str:
     all_zero = holds_throughout(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
-    return f"the gradient was exactly 0 {_name_steps(history)}, so no weight changes but by weight decay" * all_zero
+    return f"the gradient was exactly 0 {_name_steps(history)}, so only weight decay changes the weights" * all_zero
 
 
 def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
@@ -338,8 +340,8 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     if seconds[cause] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * step_seconds):
         return ""
     return (
-        f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent waiting "
-        f"for {WORDS[cause]}: nothing is drawn, trained, scored by a model or sent then"
+        f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent "
+        f"waiting for {WORDS[cause]}: meanwhile nothing is generated, trained, scored by a model or sent"
     )
 
 
@@ -353,56 +355,57 @@ ALARMS = (
     Alarm(
         "steps_skipped",
         _find_skipped_steps,
-        f"A skipped step changes nothing; {MOST_SKIPPED} steps of nothing else in a row end the run. {_NOT_FINITE}",
+        f"A skipped optimizer step changes no weights. The run ends if all optimizer steps of {MOST_SKIPPED} steps "
+        f"in a row are skipped. {_NOT_FINITE}",
     ),
     Alarm(
         "off_policy",
         _find_off_policy,
-        "Without train.staleness no row should be: a rollout engine of a plugin may say a wrong version "
-        "(`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
+        "Without train.staleness no row should be off-policy: the rollout engine of a plugin may report a wrong "
+        "version (`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
     ),
     Alarm(
         "engines_apart",
         _find_engines_apart,
-        "A replica may serve other weights than it says, or the engines compute differently: `enginehouse parity` "
-        "compares them. Check each update by weights.effect_check_every=1; try model.dtype=float32, or "
-        "algorithm.old_logprobs=actor. Later steps: mismatch/* in the metrics",
+        "A replica may serve other weights than it reports, or the engines compute differently: `enginehouse parity` "
+        "compares them. Check each update with weights.effect_check_every=1; try model.dtype=float32, or "
+        "algorithm.old_logprobs=actor. For later steps, see mismatch/* in the metrics",
     ),
     Alarm(
         "mismatch_growing",
         _find_mismatch_growth,
-        "Either weights are not taken as they are sent (check each update by weights.effect_check_every=1), or the "
-        "policy went where the engines round differently: try a smaller actor.engine.options.lr, model.dtype=float32, "
-        "or algorithm.old_logprobs=actor, which trains by the actor's own logprobs",
+        "Either the rollout does not load the weights as they are sent (check each update with "
+        "weights.effect_check_every=1), or the engines round differently for the policy as it is now: try a smaller "
+        "actor.engine.options.lr, model.dtype=float32, or algorithm.old_logprobs=actor, which trains with the "
+        "actor's own logprobs",
         after=("engines_apart",),
     ),
     Alarm(
         "responses_cut",
         _find_cut_responses,
-        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if it pays not to end, have the "
-        "reward look at finish_reason; if the model never ends, give a text to end at by rollout.sampling.stop, or "
-        "teach it the end by `enginehouse sft` first. "
-        "algorithm.mask_truncated=true keeps cut responses out of the loss",
+        "Raise rollout.sampling.max_tokens; if cut responses have the higher reward, let the reward read "
+        "finish_reason; if the model never ends a response, set rollout.sampling.stop, or train it with `enginehouse "
+        "sft` first. algorithm.mask_truncated=true keeps cut responses out of the loss",
     ),
     Alarm(
         "entropy_collapse",
         _find_entropy_collapse,
-        "Begin again from a model of before, with a smaller actor.engine.options.lr, a larger "
-        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (0.001, say), or "
-        "a larger algorithm.kl.coefficient; and look in samples/ whether the reward pays for one answer to everything",
+        "Start again from an earlier model, with a smaller actor.engine.options.lr, a larger "
+        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (for example "
+        "0.001), or a larger algorithm.kl.coefficient; and check in samples/ whether the reward pays for the same "
+        "answer to every prompt",
     ),
     Alarm(
         "kl_runaway",
         _find_kl_runaway,
         "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it); lower "
-        "actor.engine.options.lr or algorithm.epochs; and look in samples/ whether the reward is won by text that "
-        "nobody would write",
+        "actor.engine.options.lr or algorithm.epochs; and check in samples/ whether unnatural text wins the reward",
     ),
     Alarm(
         "reward_zero",
         _find_zero_rewards,
         "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
-        "with easier prompts (data.order_by), or a supervised warm start by `enginehouse sft`",
+        "with easier prompts (data.order_by), or train on demonstrations with `enginehouse sft` first",
     ),
     Alarm(
         "reward_all_equal",
@@ -414,8 +417,8 @@ ALARMS = (
     Alarm(
         "no_token_counted",
         _find_uncounted_tokens,
-        "Responses without a token, or a loss that masks them all (algorithm.mask_truncated does, where all are cut: "
-        "raise rollout.sampling.max_tokens), leave nothing to learn from: samples/ has what the model said",
+        "Either the responses have no tokens, or the loss masks all of them, as algorithm.mask_truncated does if all "
+        "are cut (raise rollout.sampling.max_tokens). samples/ has the responses",
         after=("reward_zero", "reward_all_equal"),
     ),
     Alarm(
@@ -428,17 +431,17 @@ ALARMS = (
     Alarm(
         "replica_slow",
         _find_slow_replica,
-        "Look what else runs on its node and device (run.json says which those are; on CPUs, "
-        "cluster.threads_per_process). A larger train.staleness lets a step begin without the slowest; so does "
-        "rollout.extra_groups, which takes the shorter responses first",
+        "Check what else runs on its node and device, which run.json names; on CPUs also check "
+        "cluster.threads_per_process. With a larger train.staleness or with rollout.extra_groups, a step need not "
+        "wait for the slowest replica; but rollout.extra_groups prefers shorter responses",
     ),
     Alarm(
         "controller_bound",
         _find_controller_bound,
-        "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
-        "no figure tells, as of an environment that plays a task's episodes as one, is put down to the controller, and "
-        "timeline.json shows more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` "
-        "tells all parts",
+        "For the reward, raise reward.processes or reward.concurrency; for an environment, raise "
+        "environment.processes. Time that no metric explains counts as the controller's, for example if an "
+        "environment plays all episodes of a task together; timeline.json shows more. With train.staleness, the next "
+        "samples are generated meanwhile. `enginehouse bottleneck` lists all parts",
     ),
 )
 """All alarms. A cause comes before its effects."""

@@ -1,4 +1,4 @@
-"""Writes a loop's checkpoints. Each trained role's engine saves its state, and the loop's own state goes beside it."""
+"""Writes a loop's checkpoints: the state that each trained role's engine saves, and the loop's own state beside it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.1
-"""Most seconds for which the loop waits when the reading of a checkpoint begins, enough to read a small one."""
+"""Maximum seconds that the loop waits when it begins to read a checkpoint, which is enough to read a small one."""
 
 
 @contextmanager
 def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
-    """Clean up if writing a directory fails: delete it, and raise an error that names the place and its free space.
+    """Clean up if writing a directory fails: delete it, and raise an error that names its place and the free space
+    there.
 
     Args:
         what: Name of the directory, for messages.
-        staged: The directory.
-        hurried: True if a time limit was set that is shorter than any other.
-        expected: Number of bytes that the directory will have, if known.
+        hurried: True if the caller set a time limit shorter than the usual limits.
+        expected: Expected size of the directory in bytes, if known.
 
     Raises:
         SaveTooLate: The time limit passed.
@@ -58,7 +58,7 @@ def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: i
 
 
 def count_bytes(directory: Path) -> int:
-    """Return the number of bytes of the readable files in a directory."""
+    """Return the total size of the readable files in a directory, in bytes."""
     size = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -81,9 +81,7 @@ def _describe_free_space(place: Path) -> str:
 class LoopState(NamedTuple):
     """The state of a loop after a step's update: everything on which the next step depends besides the roles' state.
 
-    Attributes:
-        step: The step.
-        loop: The loop's own state as plain data.
+    `loop` is the loop's own state as plain data.
     """
 
     step: int
@@ -91,18 +89,17 @@ class LoopState(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes a loop's checkpoints. With engines that save in the background, training continues during the writing and
-    while the files are read for their digests.
+    """Writes a loop's checkpoints.
+
+    With engines that save in the background, training continues while the files are written, and while they are read
+    for their digests.
 
     Args:
         trained: Workers whose state is saved, by role.
-        run: Run directory.
-        config: Config of the run.
-        dtype: Dtype in which it computes.
         background: True if every backend of the workers declares `background_save`.
         data: Digests of the training data's files, which go into each checkpoint.
-        models: Digests of the models from which roles began, which go into each checkpoint.
-        size: Bytes of the checkpoint from which the run resumes. None: the run begins.
+        models: Digests of the models from which roles started, which go into each checkpoint.
+        size: Size in bytes of the checkpoint from which the run resumes. None: a new run.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class CheckpointWriter:
         self._digests: Future[Files] | None = None
 
     def begin(self, state: LoopState) -> None:
-        """Write a checkpoint, in the background if the engines can. Waits for an earlier one first."""
+        """Write a checkpoint, in the background if the engines can. Waits for an earlier checkpoint first."""
         self.finish()
         if not self._background:
             self.write(state)
@@ -147,11 +144,11 @@ class CheckpointWriter:
         """Wait for the pending checkpoint, if there is one, and publish it.
 
         Args:
-            timeout: Seconds for everything. A checkpoint that is written but not read in that time is published without
-                digests.
+            timeout: Seconds for everything. If the checkpoint is written in that time but not read back, it is
+                published without digests.
 
         Raises:
-            SaveError: The checkpoint could not be written or read back, or not be written in that time.
+            SaveError: The checkpoint could not be written or read back, or was not written in time.
         """
         if self._pending is None:
             return
@@ -165,7 +162,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _guard(self, hurried: bool = False) -> Iterator[None]:
-        """Guard a part of the writing of the pending checkpoint. If it fails, no checkpoint is pending any more."""
+        """Guard a part of the writing of the pending checkpoint. After a failure, no checkpoint is pending any more."""
         assert self._pending is not None
         staged, checkpoint = self._pending
         try:
@@ -178,7 +175,7 @@ class CheckpointWriter:
             raise
 
     def _await_engines(self, until: float | None) -> Future[Files]:
-        """Wait until each engine has moved its part into place, and start to read the parts."""
+        """Wait until each engine has moved its part into place, and start reading the parts."""
         assert self._pending is not None
         if self._digests is None:
             for group in self._trained.values():
@@ -187,7 +184,7 @@ class CheckpointWriter:
         return self._digests
 
     def write_last(self, state: LoopState, seconds: float | None = None) -> None:
-        """Write a checkpoint of `state` in at most `seconds` if there is none yet, because the run is about to end.
+        """Write a checkpoint of `state` in at most `seconds`, unless it exists, because the run is about to end.
 
         Raises:
             SaveError: The checkpoint could not be written in that time.
@@ -226,7 +223,7 @@ class CheckpointWriter:
 
 
 def _start_reading(staged: Path) -> Future[Files]:
-    """Run `digest_files` in its own thread, which does not delay the end of the program as an executor's does."""
+    """Run `digest_files` in a daemon thread, because an executor's thread would delay the end of the program."""
     digests: Future[Files] = Future()
 
     def read() -> None:
@@ -240,8 +237,8 @@ def _start_reading(staged: Path) -> Future[Files]:
 
 
 def _await_digests(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
-    """Return the digests. They are empty if reading takes more than half of the remaining time, because the rest of the
-    time is for the next file to save."""
+    """Return the digests; empty if reading takes more than half of the remaining time. The other half is for the next
+    file to save."""
     if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
         return digests.result()
     log.warning("the checkpoint of step %d is kept without digests: there is no time to read it", checkpoint.step)

@@ -1,4 +1,4 @@
-"""Compares an exported model with the trained one: transformers scores a row from the files on a CPU.
+"""Compares an exported model with the trained one: transformers scores a row on a CPU, with the exported files.
 
 This happens in the process of the actor's first rank, which has imported transformers and written the files.
 """
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
-"""Largest difference of two scores by dtype, as a fraction of the score or of 1. A head that begins at zero gives small
-scores at first, and another token gives about as small ones."""
+"""Largest permitted difference of two scores by dtype, as a fraction of the score, or of 1 if the score is smaller. A
+head that starts at zero gives scores near 0 at first, whichever token it reads."""
 
 
 class ExportDiffers(SaveError):
-    """An exported model computes other values than the trained one."""
+    """An exported model computes other values than the trained model."""
 
 
 def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
-    """Score a row by transformers from exported files and by the engine, and compare the results.
+    """Score a row by transformers with exported files and by the engine, and compare the results.
 
     Args:
-        directory: A model, or an adapter in the form of `peft`.
-        actor: Workers of the engine. Their weights must be on their devices and be the exported ones.
+        directory: A model, or an adapter in the format of `peft`.
+        actor: Workers of the engine. The exported weights must be on their devices.
         spec: Model from which the actor was loaded.
 
     Returns:
-        The reason why they were not compared; empty if they were and agree.
+        The reason why they were not compared; empty if they agree.
 
     Raises:
         ExportDiffers: They do not agree.
@@ -58,8 +58,9 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     if not difference <= tolerance:  # NaN too
         raise ExportDiffers(
             f"what was exported is not what was trained: {kind} of {TEXT!r} by transformers, from the files, and by "
-            f"the engine are {difference:.3g} apart on average, and in {spec.dtype} {tolerance:.3g} is rounding. "
-            f"The engine: {_format_scores(engine_scores)}; transformers: {_format_scores(file_scores)}"
+            f"the engine are {difference:.3g} apart on average, but in {spec.dtype} only {tolerance:.3g} is "
+            f"explained by rounding. The engine: {_format_scores(engine_scores)}; transformers: "
+            f"{_format_scores(file_scores)}"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""Exports the actor's model of a step, or the best one, to directories that other programs load."""
+"""Exports the actor's model after a step, or the best model, to directories that other programs can load."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Exports:
         self._compared: set[str] = set()  # kinds of exports
 
     def save(self, step: int, timeout: float | None = None) -> None:
-        """Export the actor's model as a Hugging Face directory, completely or not at all."""
+        """Export the actor's model atomically as a Hugging Face directory."""
         staged = self._export(step, self._run.run_directory.models.staging_path(step), timeout)
         with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep(step, staged)
         self._run.run_directory.tell("checkpoint_saved", step=step, path=str(place), what="model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
-        """Save the actor's model to `models/best` if its validation measured more than the model there.
+        """Save the actor's model to `models/best` if its validation metric is larger than that of the model there.
 
-        The model of `keep_candidate`, if there is one, is moved there, or deleted.
+        If `keep_candidate` exported a model, that model is moved there, or deleted.
         """
         staged, self._candidate = self._candidate, None
         if not self._run.run_directory.models.is_best(metric, value):
@@ -56,7 +56,7 @@ class Exports:
         self._run.run_directory.tell("checkpoint_saved", step=step, path=str(place), what="model")
 
     def keep_candidate(self, step: int) -> None:
-        """Export the actor's model for `save_best`, which is called once later steps have trained the actor."""
+        """Export the actor's model now, because `save_best` will be called after later steps have trained the actor."""
         self._candidate = self._export(step, self._run.run_directory.models.best_staging_path())
 
     def _export(self, step: int, staged: Path, timeout: float | None = None) -> Path:
@@ -77,7 +77,7 @@ class Exports:
         return staged
 
     def _compare(self, kind: str, place: Path, staged: Path) -> None:
-        """Compare the first export of a kind with the trained model, or note why that is impossible.
+        """Compare the first export of a kind with the trained model, or report why that is impossible.
 
         Raises:
             ExportDiffers: They differ; the export is deleted.
@@ -94,8 +94,10 @@ class Exports:
 
 
 def name_ends(directory: Path, spec: ModelSpec) -> None:
-    """Write the tokens that end a text for the model of `spec`, including the end of a turn, into the generation config
-    of an export, so that servers stop there."""
+    """Write the tokens that end a text, including the end of a turn, into an export's generation config.
+
+    Servers then stop at these tokens. `spec` is the model from which the actor was loaded.
+    """
     ends = _read_ends(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
     file = directory / "generation_config.json"
     settings, config = (

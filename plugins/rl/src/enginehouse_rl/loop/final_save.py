@@ -1,4 +1,4 @@
-"""Saves metrics, state and model before a run ends, however it ends, in the time that is left."""
+"""Saves metrics, state and model before a run ends, for whatever reason, in the time that is left."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 6.0
-"""Seconds of the grace period of an interrupted run that are kept for stopping its processes; at most a third of it."""
+"""Seconds of an interrupted run's grace period that are reserved for stopping its processes; at most a third of it."""
 LOST_SECONDS = 45.0
-"""Longest time for saving once Ray's control service is lost, because Ray ends the program a minute after it."""
+"""Time limit for saving once Ray's control service is lost, because Ray ends the program a minute later."""
 
 
 class FinalSave:
-    """Saves what can be saved of a run that an error or an interrupt ends."""
+    """Saves as much as possible of a run that an error or an interrupt ends."""
 
     def __init__(self, run: Loop):
         grace = run.config.run.grace_seconds
         self._run, self._grace = run, grace - min(ENDING_SECONDS, grace / 3)
 
     def save(self, error: BaseException) -> None:
-        """Save what can be saved in the time that is left, because a scheduler kills the program in the end, and so
-        does Ray once it is lost."""
+        """Save as much as possible in the time that is left.
+
+        The time is limited because a scheduler finally kills the program, and so does Ray once its cluster is lost.
+        """
         save = self._save_state if keeps_state(error) else self._finish_pending
         seconds = seconds_to_end(self._grace) if isinstance(error, KeyboardInterrupt) else None
         if ray_access.lost:
@@ -56,7 +58,7 @@ class FinalSave:
             raise
 
     def _finish_beside(self, until: float | None) -> None:
-        """Call `finish_beside` with the remaining time. A failed run takes no more of it than an interrupted one."""
+        """Call `finish_beside` with the remaining time. A failed run gets as much as an interrupted run."""
         if (state := self._run.loop_state) is None:  # nothing goes on from here
             return
         remaining = seconds_left(until)
@@ -66,7 +68,7 @@ class FinalSave:
             log.warning("what was under way beside the steps is lost: %s", first_line(error))
 
     def _finish_pending(self, seconds: float | None, ended_by: BaseException) -> None:
-        """Finish the pending checkpoint, if there is one. It is of an earlier update than the faulty one."""
+        """Finish the pending checkpoint, if there is one. It is from an earlier update than the faulty one."""
         if self._run.loop_state is None:
             return
         try:
@@ -78,7 +80,7 @@ class FinalSave:
         """Save metrics, state and model of the last update that began, once it has ended.
 
         Args:
-            seconds: Most seconds for all of it. None: each call has its own limit.
+            seconds: Time limit for all of it. None: each call has its own limit.
             ended_by: Error that ends the run.
         """
         run, state = self._run, self._run.loop_state
@@ -120,7 +122,7 @@ class FinalSave:
                 self._report_unsaved(what, step, error, ended_by)
 
     def _save_model_only(self, until: float | None, ended_by: BaseException) -> None:
-        """Save the model of the actor's last update if another role's state is lost, because it can still be used."""
+        """Save the model of the actor's last update if another role's state is lost; the model is still usable."""
         if self._run.actor_update is None:
             return
         step, update = self._run.actor_update
@@ -132,7 +134,7 @@ class FinalSave:
             self._report_unsaved("model", step, error, ended_by)
 
     def _report_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
-        """Warn that something was not saved, unless the error that ended the run explains it already."""
+        """Warn that something was not saved, unless the error that ended the run already explains it."""
         on_disk = (SaveError, OSError)
         is_same_error = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
         is_known = isinstance(ended_by, Exception) and (is_same_error or self._run.roles.actor.broken is not None)

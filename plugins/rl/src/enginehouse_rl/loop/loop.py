@@ -1,4 +1,4 @@
-"""The frame around the steps of every loop: it starts workers, logs, saves, tells observers and ends in order."""
+"""The part that all loops share: starting workers, running steps, logging, saving, notifying observers, ending."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEW_OBJECTS = 10_000
-"""Number of new objects after which the garbage collector looks for cycles among them. A step makes about that many,
-and nearly all of them are freed without it."""
+"""Number of new objects after which the garbage collector searches them for cycles. A step creates about that many, and
+nearly all of them are freed by their reference counts."""
 
 
 @contextmanager
 def reduce_garbage_collection() -> Iterator[None]:
-    """Exclude existing objects from garbage collection within the context, and collect less often. There are some
-    300,000 objects of libraries, and collecting them took a twentieth of the controller's computing time."""
+    """Exclude existing objects from garbage collection within the context, and collect less often.
+
+    Libraries create some 300,000 objects, and collecting them took a twentieth of the controller's CPU time.
+    """
     thresholds, others_froze = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -59,27 +61,23 @@ def reduce_garbage_collection() -> Iterator[None]:
 class Loop(ABC):
     """A loop over steps that trains the actor, and other roles if the plan has them.
 
-    A run resumes exactly: a step depends only on the state of the trained roles, on the loop's own state (`state`) and
-    on the number of the step. Checkpoints have both states.
+    A run resumes exactly, because a step depends only on the state of the trained roles, on the loop's own state
+    (`state`) and on the number of the step. Checkpoints contain both states.
 
     Args:
-        plan: Config that was checked against plugins, data and model, with a checkpoint if the run resumes.
-        run: Run directory to which everything is written.
-        progress: Shows progress.
+        plan: Checked config, with a checkpoint if the run resumes.
 
     Attributes:
         trained_step: Last step whose update began; before the first, the step from which the run resumed.
-        loop_state: State of the loop as of that update, or None before the first.
+        loop_state: State of the loop at that update, or None before the first.
         training: Updates of that step, or None if only some of its roles began to train.
-        actor_update: Last step whose update of the actor began, and that update.
-        exports: Writes the actor's model.
-        final_save: Saves what can be saved before the run ends, however it ends.
+        actor_update: Last step in which the actor's update began, and that update.
     """
 
     roles: Roles
     checkpoint_writer: CheckpointWriter
     phases: ClassVar[tuple[str, ...]] = ()
-    """Phases of which each step has a duration, even if it does nothing in them."""
+    """Phases for which each step reports a duration, even if it does nothing in them."""
 
     def __init__(self, plan: RunPlan, run: RunDirectory, progress: Progress):
         self.plan, self.config = plan, plan.config
@@ -102,7 +100,7 @@ class Loop(ABC):
             self.restore(plan.resumed.loop)
 
     def prepare(self) -> None:  # noqa: B027 - a loop may leave it out
-        """Read the data, and make everything that a run needs before its workers start."""
+        """Read the data, and create everything that a run needs before its workers start."""
 
     @contextmanager
     def workers(self) -> Iterator[None]:
@@ -115,48 +113,48 @@ class Loop(ABC):
         return self.roles.describe()
 
     def before_first_step(self) -> None:  # noqa: B027 - a loop may leave it out
-        """Act before the first step, when the workers are up and the actor has the state of the step resumed from."""
+        """Called before the first step, when the workers run and the actor has the state from which the run resumes."""
 
     @abstractmethod
     def run_step(self, step: int) -> Mapping[str, float]:
         """Run one step and return its metrics, including `tokens`. Called through `enginehouse_run_step`."""
 
     def after_step(self, step: int) -> None:  # noqa: B027 - a loop may leave it out
-        """Act after a step's metrics are written."""
+        """Called after a step's metrics are written."""
 
     def finish_beside(self, before: int | None = None, seconds: float | None = None) -> None:  # noqa: B027 - likewise
-        """Finish work beside the steps before a later state is saved, because a run that resumes from the state could
+        """Finish work beside the steps before a later state is saved, because a run that resumes from that state could
         not repeat the work.
 
         Args:
             before: Finish only work of steps before this one.
-            seconds: Most seconds to wait; work that takes longer is lost. None: no limit.
+            seconds: Time limit; work that takes longer is lost. None: no limit.
         """
 
     def validates(self, step: int) -> bool:
-        """Return True if held-out data is evaluated after this step."""
+        """True if held-out data is evaluated after this step."""
         every = self.config.train.validate_every
         return step == self.steps or bool(every and step % every == 0)
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the loop's own state as of the update that is about to begin, as plain data for a checkpoint."""
+        """Return the loop's own state at the update that is about to begin, as plain data for a checkpoint."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned. Called before the workers start.
 
         Raises:
-            DataError: The state is of other data.
+            DataError: The state belongs to other data.
         """
 
     def run(self) -> None:
         """Run all remaining steps, then save the model.
 
         Raises:
-            EnginehouseError: An error ended the run. The files written before remain. State and model are saved first
-                if the actor lives and the error does not mean that its state is wrong (`keeps_state`).
-            KeyboardInterrupt: The run was interrupted. State and model were saved as far as there was time
+            EnginehouseError: An error ended the run. Files written before remain. State and model are saved first if
+                the actor is alive and the error does not mean that its state is wrong (`keeps_state`).
+            KeyboardInterrupt: The run was interrupted. State and model were saved as far as time allowed
                 (`seconds_to_end`), and the workers stopped.
         """
         outcome = "failed"
@@ -177,13 +175,14 @@ class Loop(ABC):
 
     @contextmanager
     def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[RunningUpdates]:
-        """Begin to train roles on a step's batch. The context sets the step's other metrics in the yielded updates, and
-        may do other work while the roles train; an interrupt waits for it.
+        """Begin to train roles on a step's batch.
 
-        Each step must train by one call of this, because checkpoints learn from it where the loop stands.
+        The context sets the step's other metrics on the yielded updates, and may do other work while the roles train.
+        An interrupt waits for the context. Each step must train through exactly one call of this method, because
+        checkpoints learn from it which step the loop has reached.
 
         Args:
-            step: Step, whose state these roles will have from now on.
+            step: The step. From now on the roles have its state.
             updates: Update of each trained role; at least one.
         """
         state = LoopState(step, self.state())

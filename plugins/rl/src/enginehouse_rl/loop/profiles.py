@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: a trace of each process, and its longest spans on the run's timeline."""
+"""Profiles chosen steps: writes a trace of each process, and its longest spans on the run's timeline."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SPANS = 100_000
-"""Most spans of all profiles of a run on its timeline, because a viewer has to open it besides the run's own spans."""
+"""Maximum number of spans of all profiles on a run's timeline. A viewer must open them besides the run's own spans."""
 
 
 class Profiles:
-    """Profiles the steps `steps`, and writes their traces and spans to the run directory."""
+    """Profiles the given steps, and writes their traces and spans to the run directory."""
 
     def __init__(self, steps: Sequence[int], run: RunDirectory):
         self._steps, self._run = steps, run
 
     @contextmanager
     def step(self, step: int, roles: Roles) -> Iterator[None]:
-        """Profile the context if the step is to be profiled; a failed step is not, because its workers may be busy."""
+        """Profile the context if the step is chosen. A failed step gets no profile: its workers may be busy."""
         if step not in self._steps:
             yield
             return

@@ -23,8 +23,6 @@ class Update:
     """The inputs of a role's update, which are the arguments of `TrainWorker.update`.
 
     Attributes:
-        batch: Rows.
-        loss: Loss to minimise.
         minibatches: Optimizer steps per pass.
         epochs: Passes over the batch.
         first_loss: Loss of the first optimizer step, if it differs from `loss`.
@@ -37,18 +35,17 @@ class Update:
     first_loss: LossSpec | None = None
 
     def begin(self, group: WorkerGroup) -> Future:
-        """Begin the update in a role's workers."""
         dealt = Balanced(self.batch, by="input_ids")
         return group.call("update", dealt, self.loss, self.minibatches, self.epochs, self.first_loss, blocking=False)
 
 
 class RunningUpdates:
-    """The updates of one step that the workers of the roles are performing.
+    """The updates of one step, which the workers of the roles are performing.
 
     Attributes:
         futures: Futures of the results, by role.
         metrics: Metrics of the step that do not come from the updates; None if they are not known yet.
-        seconds: Duration of the updates in seconds, once `result` was called.
+        seconds: Duration of the updates in seconds, once `result` has returned.
     """
 
     def __init__(self) -> None:
@@ -64,8 +61,10 @@ class RunningUpdates:
         return {**(self.metrics or {}), **figures}
 
     def await_metrics(self, until: float | None) -> dict[str, float]:
-        """Return the metrics of the updates once all have ended, until `until` of `time.monotonic()`. Metrics of roles
-        besides the actor have the role's name: `critic/loss`, `busy/update/critic`."""
+        """Return the metrics of the updates once all have ended, waiting at most until `time.monotonic()` is `until`.
+
+        Metrics of roles besides the actor contain the role's name: `critic/loss`, `busy/update/critic`.
+        """
         figures: dict[str, float] = {}
         for role, future in self.futures.items():
             for name, value in metric_values(future.result(seconds_left(until))).items():

@@ -1,4 +1,4 @@
-"""The supervised loop on the same engines, for warm starts."""
+"""The loop of supervised training, which uses the same engines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class SFTTrainer(Loop):
         self.rows = demonstrations.make_sampler(train.rows_per_step, train.seed)
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """Run one step: take the next demonstrations and update the actor."""
         with self.clock.phase("data"):
             batch = self.rows.next()
         figures = {"tokens": float(batch["input_ids"].tokens), **self.rows.metrics()}
@@ -62,7 +61,7 @@ class SFTTrainer(Loop):
         return metrics
 
     def validate(self, held_out: DemonstrationDataset) -> float:
-        """Return the current loss of all held-out demonstrations as the mean over their tokens."""
+        """Return the current loss on all held-out demonstrations, as the mean over their tokens."""
         total, tokens, batch_rows = 0.0, 0.0, self.rows.rows_per_step
         for start in range(0, len(held_out), batch_rows):
             rows = held_out.rows(range(len(held_out))[start : start + batch_rows])

@@ -1,7 +1,8 @@
-"""The loop: one step of reinforcement learning, readable from top to bottom.
+"""The reinforcement-learning loop: one step, readable from top to bottom.
 
-This file only has the order of a step. `enginehouse.roles.placement` decides what runs where, each algorithm is in its
-own file (`steps/`, `advantages/`, `losses/`), and the controller splits and gathers calls.
+This file contains only the order of a step. `enginehouse.roles.placement` decides what runs where, each algorithm is in
+its own file (`steps/`, `advantages/`, `losses/`), and the controller splits calls between workers and gathers their
+results.
 """
 
 from __future__ import annotations

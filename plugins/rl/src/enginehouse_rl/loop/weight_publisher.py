@@ -1,4 +1,4 @@
-"""The publisher decides which weight version the rollout serves and when it asks for the next one."""
+"""Decides which weight version the rollout serves, and when the rollout asks for the next version."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
 
 SHORT_UPDATE_SECONDS = 1.0
-"""After a shorter update, in seconds, the weights of the next one are requested before that one has ended."""
+"""If an update is shorter than this, the weights of the next update are requested before that update has ended."""
 
 
 class WeightPublisher:
     """Brings the actor's weights to every rollout replica as verified, consecutive versions.
 
-    Attributes:
-        version: Version that is served or requested; 0 before the first.
+    `version` is the version that is served or requested; 0 before the first.
     """
 
     def __init__(self, run: Trainer):
@@ -39,7 +38,7 @@ class WeightPublisher:
 
     @contextmanager
     def give_up_on_errors(self) -> Iterator[None]:
-        """Give up a weight update that began if an error leaves the context."""
+        """If an error leaves the context, give up a weight update that has begun."""
         try:
             yield
         except BaseException:
@@ -47,17 +46,18 @@ class WeightPublisher:
             raise
 
     def begin(self) -> None:
-        """Request the weights of a training that has just begun, if the previous update was so short that this pays.
+        """Request the weights of a training that has just begun, if the previous update was so short that this saves
+        time.
 
-        With `train.staleness` replicas generate meanwhile. If updates take long nothing is gained, and clients of a
-        replica's own endpoint would have to wait.
+        With `train.staleness` it never does so, because replicas generate meanwhile. With long updates nothing would be
+        gained, and clients of a replica's own endpoint would have to wait.
         """
         if self._asks_early:
             self._run.roles.sync.begin(self.version + 1)
 
     def publish(self, training: RunningUpdates | None = None) -> dict[str, float]:
-        """Let the rollout serve the actor's weights as the next version, after a training or before the first. Returns
-        metrics of the update."""
+        """Let the rollout serve the actor's weights as the next version, after a training or before the first one;
+        return metrics."""
         if training is not None:
             self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles

@@ -1,4 +1,4 @@
-"""Aggregations of per-token losses into one number, each as a sum and the weight that divides it.
+"""Aggregations of per-token losses into one number. Each gives a sum, and the weight by which the sum is divided.
 
 | name | mean over | source |
 |---|---|---|

@@ -1,7 +1,7 @@
-"""CISPO: a policy gradient whose ratio is clipped as a weight, so that no token's gradient is lost.
+"""CISPO: a policy gradient whose ratio is a clipped weight, so that no token loses its gradient.
 
-Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. There the lower bound
-is left out, as it is here by default.
+Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. The paper has no lower bound, and
+neither has the default here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The clipped value loss: a critic's squared error, which is no smaller for a value that moved beyond the clip range.
+"""The clipped value loss: a critic's squared error, which falls no further once a value has moved beyond the clip
+range.
 
-Source: PPO's reference implementation (Schulman et al. 2017, OpenAI Baselines `ppo2`):
-L_t = max((v_t - R_t)^2, (clip(v_t, v_old_t - c, v_old_t + c) - R_t)^2) / 2.
+Source: PPO's reference implementation (Schulman et al. 2017, OpenAI Baselines `ppo2`): L_t = max((v_t - R_t)^2,
+(clip(v_t, v_old_t - c, v_old_t + c) - R_t)^2) / 2.
 """
 
 from __future__ import annotations

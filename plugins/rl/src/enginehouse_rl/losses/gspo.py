@@ -1,8 +1,9 @@
-"""GSPO: the clipped policy loss with one ratio for a whole sequence, as the reward is one for a whole sequence.
+"""GSPO: the clipped policy loss with one ratio for a whole sequence, because the reward is also one for a whole
+sequence.
 
-Source: Zheng et al. 2025, "Group Sequence Policy Optimization", in its form by token (GSPO-token): with
-s = (p(response) / p_old(response))^(1 / length), the ratio of token t is sg[s] * p(t) / sg[p(t)], whose value is s, and
-whose gradient is s times that of the token's logprob.
+Source: Zheng et al. 2025, "Group Sequence Policy Optimization", in its token-level form (GSPO-token): with s =
+(p(response) / p_old(response))^(1 / length), the ratio of token t is sg[s] * p(t) / sg[p(t)]. Its value is s, and its
+gradient is s times the gradient of the token's logprob.
 """
 
 from __future__ import annotations

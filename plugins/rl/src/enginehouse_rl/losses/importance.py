@@ -1,9 +1,9 @@
-"""Importance weights correct a policy gradient for samples that another engine drew.
+"""Importance weights correct a policy gradient for samples that another engine generated.
 
-The rollout engine draws a token with probability p_rollout. The actor has the same weights, but its p_old differs a
+The rollout engine samples a token with probability p_rollout. The actor has the same weights, but its p_old differs a
 little. Weighting each token by p_old / p_rollout makes the gradient the actor's own. Capping or masking large weights
 bounds the variance, at the price of a small bias. The ratio of a whole sequence, the product of its tokens' ratios,
-also accounts for the states in which tokens were drawn, and varies far more.
+also accounts for the states in which tokens were sampled, and varies far more.
 
 Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is
 that of IMPALA (Espeholt et al. 2018), eq. 1. Sequences and masks: Liu et al. 2025, "When Speed Kills Stability".

@@ -1,7 +1,7 @@
 """Per-token estimators of KL(policy || reference) from the logprobs of sampled tokens.
 
-Source: J. Schulman, "Approximating KL Divergence" (2020). With r = p_reference(token) / p_policy(token), tokens drawn
-from the policy:
+Source: J. Schulman, "Approximating KL Divergence" (2020). With r = p_reference(token) / p_policy(token), for tokens
+sampled from the policy:
 
 |                      | value                        | expected gradient, as a loss   | and in the reward    |
 |----------------------|------------------------------|--------------------------------|----------------------|
@@ -10,16 +10,14 @@ from the policy:
 | k3 = (r - 1) - log r | unbiased, low variance       | forward: KL(reference, policy) | reverse less forward |
 | k3_unbiased          | k3 times the policy's ratio  | reverse                        |                      |
 
-As a loss, an estimate is differentiated for the tokens as they were drawn. This leaves out that other tokens get
-likelier, which is the whole gradient of k1. In the reward, an estimate is a number, and the policy gradient has only
-the part that the loss leaves out: near the reference the reverse and the forward divergence cancel, and far from it k3
-drives the policy away. Hence `plan` requires `k1` in the reward and another estimator in the loss (Tang & Munos 2025,
-"On a few pitfalls in KL divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in
-RLHF").
+As a loss, an estimate is differentiated for fixed tokens. This leaves out that other tokens become more likely, which
+is the whole gradient of k1. In the reward, an estimate is a number, so the policy gradient contains only the part that
+the loss leaves out. For k3, reverse and forward divergence then cancel near the reference, and far from it k3 drives
+the policy away. Therefore `plan` requires `k1` in the reward and another estimator in the loss (Tang & Munos 2025, "On
+a few pitfalls in KL divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
 
-`k3_unbiased` is from DeepSeek-V3.2 (2025), section 3.1. Its ratio has a gradient too, and the product has the gradient
-of the reverse divergence, also for tokens of an older policy. The loss (`enginehouse_rl.losses.policy`) multiplies by
-the ratio.
+`k3_unbiased` is from DeepSeek-V3.2 (2025), section 3.1. Its ratio has a gradient too, so the product has the gradient
+of the reverse divergence, even for tokens of an older policy. `enginehouse_rl.losses.policy` multiplies by the ratio.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ if TYPE_CHECKING:
 
 ESTIMATORS = get_args(KLEstimator)
 LARGEST_LOG_RATIO = 20.0
-"""Largest log ratio, in nats, because e to the 89th exceeds float32. Sound engines never differ so much."""
+"""Largest log ratio, in nats, because e to the 89th exceeds float32. Correct engines never differ so much."""
 KL_PENALTY = "kl_penalty"
-"""Column `(rows,)` of the KL term of each row, for an advantage that needs it beside the reward."""
+"""Column `(rows,)` with the KL term of each row, for an advantage that needs it separate from the reward."""
 
 
 def cap_log_ratios(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Cap log ratios at `LARGEST_LOG_RATIO` before exponentiation; a capped ratio has no gradient."""
+    """Cap log ratios at `LARGEST_LOG_RATIO` before exponentiation. A capped ratio has no gradient."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 
@@ -52,8 +50,8 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     """Estimate the divergence at each token.
 
     Args:
-        logprobs: The policy's, float `(tokens,)`; may carry a gradient.
-        reference_logprobs: The reference's, float `(tokens,)`.
+        logprobs: The policy's logprobs, float `(tokens,)`; may carry a gradient.
+        reference_logprobs: The reference's logprobs, float `(tokens,)`.
         estimator: An entry of `ESTIMATORS`; `k3_unbiased` is `k3` before its ratio.
 
     Returns:
@@ -74,7 +72,8 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
 
 
 def adapt_coefficient(coefficient: float, divergence: float, target: float) -> float:
-    """Return the next step's coefficient: up to 2% larger after a divergence above `target`, or smaller below it.
+    """Return the coefficient for the next step: up to 2% larger if the divergence exceeds `target`, smaller if it is
+    below.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2, with K = 0.1.
     """
@@ -85,12 +84,13 @@ def adapt_coefficient(coefficient: float, divergence: float, target: float) -> f
 def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float | None) -> float:
     """Return the coefficient with which a resumed run begins.
 
-    The checkpoint's adapted coefficient counts, unless the config's was changed or either run does not adapt it.
+    It is the checkpoint's adapted coefficient, unless the config's coefficient has changed or either run does not adapt
+    it.
 
     Args:
         kl: The KL term of the config.
         earlier: `algorithm.kl` of the run that is resumed; empty if unknown.
-        saved: The coefficient of its checkpoint, if it has one.
+        saved: The coefficient in its checkpoint, if it has one.
     """
     adapting = kl.target is not None and earlier.get("target") is not None
     if saved is None or not adapting or earlier.get("coefficient") != kl.coefficient:
@@ -104,15 +104,15 @@ def with_kl_in_reward(
     """Subtract `coefficient` times the divergence of each row's tokens from its reward.
 
     Args:
-        batch: `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` if the actor recomputed them, else
-            `rollout_logprobs`.
+        batch: Columns `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` if the actor recomputed them,
+            otherwise `rollout_logprobs`.
         coefficient: Factor of the divergence.
         estimator: An estimator of `token_kl`.
-        into: The column that is reduced: `"reward"`, or `"token_rewards"`, ragged float32, which is made if it is
+        into: The column to subtract from: `"reward"`, or `"token_rewards"` (ragged float32), which is created if it is
             missing. `KL_PENALTY` adds that column instead, and leaves the rewards unchanged.
 
     Returns:
-        The batch, and the mean divergence of the tokens of `loss_mask`.
+        The batch, and the mean divergence over the tokens of `loss_mask`.
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     by_token = into == "token_rewards"

@@ -1,7 +1,7 @@
-"""All policy losses share importance weights, the KL term, the entropy bonus, the mean over tokens and the metrics.
+"""The parts that all policy losses share: importance weights, KL term, entropy bonus, mean over tokens, and metrics.
 
-A policy loss is an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss` makes a
-loss of it, which takes the equation's arguments and those of `finish_loss`.
+A policy loss is an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss` turns it
+into a loss with the arguments of the equation and those of `finish_loss`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class PolicyTokens:
 
 
 Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""`equation(tokens: PolicyTokens, **arguments)` returns the loss of each token, and metrics with a value a token."""
+"""`equation(tokens: PolicyTokens, **arguments)` returns the loss of each token, and metrics with one value per token.
+"""
 
 
 def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation], Callable[..., LossValue]]:
@@ -153,4 +154,4 @@ SHARED = {
     for name, parameter in inspect.signature(finish_loss, eval_str=True).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-"""The arguments of every policy loss, by name."""
+"""The arguments that every policy loss has, by name."""

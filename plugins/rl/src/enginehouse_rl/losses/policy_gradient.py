@@ -1,4 +1,4 @@
-"""The policy gradient itself, without a ratio: exact for one update by samples of the policy as it is.
+"""The policy gradient without a ratio. It is exact for a single update on samples of the current policy.
 
 Source: REINFORCE (Williams 1992). With the advantage `gpg` it is GPG (Chu et al. 2025).
 """

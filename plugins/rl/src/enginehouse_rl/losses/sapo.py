@@ -1,8 +1,7 @@
-"""SAPO: instead of a clip range, a gate that lets less of the gradient through the further the ratio is from 1.
+"""SAPO: a gate instead of a clip range. It lets less of the gradient through the further the ratio is from 1.
 
-Source: Gao et al. 2025, "Soft Adaptive Policy Optimization": -A * sigmoid(tau * (ratio - 1)) * 4 / tau,
-with one tau for tokens of positive advantage and a larger one for the others. At ratio 1 its gradient is the policy
-gradient.
+Source: Gao et al. 2025, "Soft Adaptive Policy Optimization": -A * sigmoid(tau * (ratio - 1)) * 4 / tau, with one tau
+for tokens of positive advantage and a larger one for the others. At ratio 1 its gradient is the policy gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The most general policy loss: minus the sum of weight times logprob, per counted token.
+"""The most general policy loss: minus the sum of weight times logprob over the counted tokens.
 
-The gradient of any loss that reads only the policy's logprobs is a weight for each logprob. With weights that are
-computed outside, an engine that supports no other loss can train any algorithm.
+The gradient of any loss of the policy's logprobs is a weight for each logprob. With weights that the controller
+computes, an engine that supports only this loss can train with any algorithm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weighted value loss trains a value head by a gradient that is computed outside, as `weighted_logprob` does."""
+"""Trains a value head by a gradient that is computed outside the engine, as `weighted_logprob` does for a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the arguments that a config gives to a function that it names."""
+"""Checks the arguments that a config gives to a function which the config names."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ def check_values(
 ) -> tuple[dict[str, Any], list[str]]:
     """Check arguments against the types, ranges and choices in the annotations of `function`.
 
-    Pydantic checks them, `Literal["a", "b"]` and `Annotated[float, Field(gt=0)]` too, by the rules of JSON: a list
-    passes for a tuple, a string of digits for no number. Values stay as they are, but the value of an `Enum` becomes
-    its member.
+    Pydantic does the checking, including `Literal["a", "b"]` and `Annotated[float, Field(gt=0)]`. It follows the rules
+    of JSON: a list is accepted for a tuple, but a string of digits is not accepted for a number. Values are returned
+    unchanged, except that the value of an `Enum` becomes its member.
 
     Args:
-        function: the function to call. A parameter without an annotation, or with one that cannot be evaluated, takes
-            anything; every parameter takes its default.
-        key: the config key of the arguments, for messages.
-        arguments: the arguments by name.
+        function: the function to call. A parameter accepts anything if it has no annotation, or one that cannot be
+            evaluated. Every parameter accepts its own default.
 
     Returns:
-        The arguments to call it with, and a message for each that is wrong.
+        The arguments to call the function with, and a message for each wrong argument.
     """
     checked, problems = dict(arguments), []
     for name, value in arguments.items():
@@ -61,7 +59,7 @@ def check_values(
 def take_values(
     findings: Findings, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Refuse wrong arguments of `function`, which the config calls `name`; return the arguments to call it with."""
+    """Reject wrong arguments of `function`, which the config calls `name`; return the arguments to call it with."""
     checked, problems = check_values(function, key, arguments)
     for problem in problems:
         findings.refuse(f"{problem} (an argument of {name!r})")
@@ -82,14 +80,12 @@ def check_call(
     """Check that `function` can be called with keyword arguments of these `names`, after `positional` others.
 
     Args:
-        function: the function to call.
-        key: the config key that names it, for messages.
-        names: the names of the keyword arguments.
-        source: the place that they come from, for messages: `"algorithm.loss.arguments"`.
-        positional: the number of positional arguments, which come first.
-        kind: the kind of function, if the arguments that the config has under `key` may be meant for another.
-        called: description of the function for messages; empty: its own name.
-        values: the arguments that stand in the config, which may have another project's names.
+        source: the origin of the arguments, for messages: `"algorithm.loss.arguments"`.
+        positional: the number of positional arguments that come before them.
+        kind: the kind of function. The message names it when the arguments under `key` may belong to another function
+            of this kind.
+        called: description of the function for messages; empty: the function's own name.
+        values: the arguments as they stand in the config, which may use the names of another project (verl, TRL).
 
     Raises:
         ConfigError: the function does not take an argument, or needs one that it does not get.
@@ -104,8 +100,7 @@ def check_call(
     ordered = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
     if ordered < positional and Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
-            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, it is given "
-            f"{positional}"
+            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, but gets {positional}"
         )
     known_names = {parameter.name for parameter in by_name if parameter.kind is not Parameter.POSITIONAL_ONLY}
     unknown = [name for name in names if name not in known_names]
@@ -127,7 +122,7 @@ def check_call(
 
 
 def _holds_member(value: Any) -> bool:
-    """True if a value is, or holds, a member of an `Enum`."""
+    """True if a value is a member of an `Enum`, or contains one."""
     if isinstance(value, Mapping):
         return any(map(_holds_member, [*value, *value.values()]))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -136,7 +131,8 @@ def _holds_member(value: Any) -> bool:
 
 
 def _suggest(name: str, choices: Iterable[str], value: Any) -> str:
-    """Return a substitute for an unknown argument: a name much like it, another project's, or the nearest."""
+    """Return advice for an unknown argument: a similar name, the substitute of another project's name, or the nearest
+    name."""
     for cutoff in (MISTYPED, 0.6):
         if near := did_you_mean(name, choices, cutoff):
             return near
@@ -146,7 +142,7 @@ def _suggest(name: str, choices: Iterable[str], value: Any) -> str:
 
 
 def _list_parameters(function: Callable[..., Any], positional: int) -> str:
-    """Return the end of a message, which lists a function's arguments."""
+    """Return the last part of a message: the list of a function's arguments."""
     lines = [f"\n  {argument}" for argument in arguments_of(function, positional)]
     return " Arguments:" + "".join(lines) if lines else " It has no arguments"
 

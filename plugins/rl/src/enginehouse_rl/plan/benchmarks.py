@@ -1,4 +1,4 @@
-"""A benchmark of a plan: what a run needs to read its items again, and to have them answered."""
+"""The settings with which a run reads the items of a benchmark again, and has the model answer them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ class BenchmarkPlan:
     """A benchmark.
 
     Attributes:
-        name: its name.
-        folder: the files of its data set.
-        is_chat: true if its prompts are chat messages, for the model's chat template.
+        folder: the directory with the files of its data set.
+        is_chat: true if its prompts are chat messages, which the model's chat template renders.
         items: the number of its items.
-        max_tokens: the most tokens of a response.
+        max_tokens: the maximum number of tokens of a response.
         stop: strings at which the engine ends a response.
-        description: description of its task of lm-eval.
+        description: description of its lm-eval task.
     """
 
     name: str

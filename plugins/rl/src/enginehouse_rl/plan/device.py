@@ -1,4 +1,4 @@
-"""Finds the kind of device that a run uses, without importing torch, and the dtype that it computes in."""
+"""Finds the kind of device that a run uses and the dtype that it computes in, without importing torch."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ GPUS_GIB = {
     "L4": 22.0,
     "RTX4090": 23.0,
 }
-"""Memory that programs can have of a GPU by its kind; it is less than the GPU's name says."""
+"""Usable memory of each kind of GPU, in GiB. It is less than the name of the GPU says."""
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, and the bytes of its memory."""
+    """A GPU's name, and the size of its memory in bytes."""
 
     name: str
     size: int
 
     @classmethod
     def from_kind(cls, kind: str) -> Gpu:
-        """Return a GPU of a kind in `GPUS_GIB`."""
         return cls(kind, int(GPUS_GIB[kind] * 2**30))
 
 
 class Assumed(NamedTuple):
-    """The GPUs that a plan is made for, wherever it is made."""
+    """The GPUs that a plan assumes instead of those of this machine."""
 
     number: int
     gpu: Gpu | None
@@ -54,7 +53,7 @@ _assumed: ContextVar[Assumed | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def assume_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
-    """Make plans within the block as if so many GPUs were visible, and nothing else."""
+    """Make plans within the block as if this machine had exactly `number` visible GPUs."""
     token = _assumed.set(Assumed(number, gpu))
     try:
         yield
@@ -63,7 +62,7 @@ def assume_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
 
 
 def gpus_are_assumed() -> bool:
-    """True if plans are made for GPUs that are elsewhere."""
+    """True if plans are made for assumed GPUs instead of those of this machine."""
     return _assumed.get() is not None
 
 
@@ -73,13 +72,13 @@ def gpus_are_known(address: str | None) -> bool:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs the run may use on this machine, or on the one that is assumed."""
+    """Return the number of GPUs that the run may use on this machine, or the assumed number."""
     assumed = _assumed.get()
     return variant.visible_gpus() if assumed is None else assumed.number
 
 
 def find_gpu() -> Gpu | None:
-    """Return the smallest GPU of this machine by the driver's own tool, or the assumed one; None if it is not known."""
+    """Return the smallest GPU that `nvidia-smi` lists on this machine, or the assumed GPU; None if unknown."""
     if (assumed := _assumed.get()) is not None:
         return assumed.gpu
     if shutil.which("nvidia-smi") is None:
@@ -94,7 +93,6 @@ def find_gpu() -> Gpu | None:
 
 
 Dtype = Literal["float32", "bfloat16"]
-"""The dtypes that a run may compute in."""
 
 
 def torch_has_cuda() -> bool:
@@ -121,18 +119,18 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
 
 
 def pick_dtype(dtype: Literal["auto"] | Dtype, device: Device) -> Dtype:
-    """Return the dtype that `model.dtype` stands for on a torch device type."""
+    """Return the dtype that `model.dtype` stands for on a device."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device == "cuda" else "float32"
 
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""Flags in `/proc/cpuinfo` of a CPU with instructions for bfloat16, x86 and ARM."""
+"""Flags in `/proc/cpuinfo` of x86 and ARM CPUs that have bfloat16 instructions."""
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """True if this machine's CPU has instructions for bfloat16, or if that is not known."""
+    """True if this machine's CPU has bfloat16 instructions, or if that is unknown."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

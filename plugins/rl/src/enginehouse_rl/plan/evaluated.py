@@ -1,4 +1,4 @@
-"""Finds the model that `enginehouse eval` evaluates, and a directory to write to."""
+"""Finds the model that `enginehouse eval` evaluates, and the directory that the evaluation writes to."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model that is evaluated.
+    """The model of an evaluation.
 
     Attributes:
-        path: its directory, its file of GGUF, or its name on the hub.
-        step: the step of the run that trained it, by its place in that run's directory; 0 if it is in none.
-        name: the names of the run and the step, or of its directory, for people.
+        path: its directory, its GGUF file, or its name on the hub.
+        step: the step of the run that saved the model, read from its place in the run directory; 0 if it is in none.
+        name: a name for people: the names of the run and the step, or the name of the model's directory.
     """
 
     path: str
@@ -35,14 +35,14 @@ class EvaluatedModel:
 
     @classmethod
     def find(cls, path: str, key: str) -> EvaluatedModel:
-        """Return the model in a directory, or the newest of a run's directory.
+        """Return the model at `path`: a directory, a GGUF file, a name on the hub, or a run directory, which means its
+        newest.
 
         Args:
-            path: the directory.
-            key: the key or option of the path, for messages: `"--model"`.
+            key: the key or option that gave `path`, for messages: `"--model"`.
 
         Raises:
-            ModelError: a run's directory holds no model.
+            ModelError: the run directory contains no model.
         """
         if hub_name := HubName.parse(path, "model"):
             return cls(path, 0, Path(hub_name.repository).name)
@@ -51,7 +51,7 @@ class EvaluatedModel:
             link, models = directory / "model", _list_models(directory)
             if not link.is_dir() and not models:
                 raise ModelError(
-                    f"{key}: the run in {path} has saved no model yet (train.save_every says when one is saved)"
+                    f"{key}: the run in {path} has saved no model yet (train.save_every sets when models are saved)"
                 )
             directory = link if link.is_dir() else models[-1]
         place = directory.resolve()
@@ -68,13 +68,7 @@ class EvaluatedModel:
 
 
 def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
-    """Return the directory of an evaluation: the command line's, else a new one beside the config's own run.
-
-    Args:
-        configured: `run.directory`.
-        name: the name of the evaluated model.
-        overrides: the overrides of the command line.
-    """
+    """Return the directory of an evaluation: `configured` if the overrides set it, else a new one beside it."""
     if is_overridden("run.directory", overrides):
         return configured
     first = Path(configured).parent / f"eval-{name}"
@@ -83,10 +77,10 @@ def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
 
 
 def holds_training(directory: Path) -> bool:
-    """True if a run that trained left models or checkpoints in a directory."""
+    """True if a training run left models or checkpoints in a directory."""
     return bool(list_checkpoints(directory) or _list_models(directory) or (directory / MODELS / BEST).is_dir())
 
 
 def _list_models(directory: Path) -> list[Path]:
-    """Return the models of a run's steps, the newest last."""
+    """Return the models that a run saved at its steps, the newest last."""
     return sorted(path for path in (directory / MODELS).glob("step-*") if _STEP.fullmatch(path.name))

@@ -1,8 +1,8 @@
-"""Finds and imports the functions and classes that a config names, `module:function`; `arguments` checks theirs.
+"""Finds and imports the functions and classes that a config names as `module:function`.
 
-A user's own module lies in the current directory or beside the config. These come last on the import path in every
-process of a run, so that a file there never replaces a module of the standard library or of an installed package. A
-config that names a module which is both is refused, because it is not known which is meant.
+A user's own module lies in the current directory or beside the config. Every process of a run puts these directories
+last on the import path, so that a file there never replaces a module of the standard library or of an installed
+package. If a module's name exists both there and earlier on the path, the config is rejected as ambiguous.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class FunctionCall:
     """A function or a class that a config names, with its arguments.
 
     Attributes:
-        reference: `"module:function"`.
-        arguments: the arguments by name; the member of an `Enum`, where the config has its value.
+        arguments: the arguments by name. Where the config has the value of an `Enum`, this is the member.
     """
 
     reference: str
@@ -49,11 +48,11 @@ class FunctionCall:
 
 
 _extended: list[str] = []
-"""The entries that `extend_path` put last on `sys.path`."""
+"""The entries that `extend_path` appended to `sys.path`."""
 
 
 def extend_path(directories: Iterable[str]) -> None:
-    """Let this process import modules from `directories`, which come after all others but those of earlier calls."""
+    """Append `directories` to this process's import path, before the directories of earlier calls."""
     earlier = [directory for directory in _extended if directory in sys.path]
     new = [directory for directory in directories if directory in earlier or directory not in sys.path]
     _extended[:] = dict.fromkeys([*new, *earlier])
@@ -71,10 +70,10 @@ def find_function(
     always: bool,
     given: Mapping[str, Any] | None = None,
 ) -> tuple[str, Callable[..., Any] | None]:
-    """Find what the config calls `name`: a registered function or class, or the user's own `module:function`.
+    """Find the function or class that the config calls `name`: a registered one, or the user's own `module:function`.
 
-    The user's own is imported. A registered one may import torch, so it is imported only if `always` is true, or if
-    its source does not show that it can be called with only the arguments `given`.
+    The user's own function is imported. A registered function may import torch. It is therefore imported only if
+    `always` is true, or if its source does not show that it can be called with just the arguments `given`.
 
     Returns:
         `"module:function"`, and the function if it was imported.
@@ -104,7 +103,7 @@ def check_environment(environment: Callable[..., Any], name: str) -> None:
     """Check that `environment`, which the config calls `name`, is a class with the methods of an environment.
 
     Raises:
-        ConfigError: it is no class, or has no `run` that can be called and awaited as an environment's is.
+        ConfigError: it is not a class, or has no `run` with the signature of `Environment.run`.
     """
     for fault in find_protocol_faults(environment, [Environment]):
         raise ConfigError(f"environment.name: {name!r} {fault} (docs/plugins/environment.md)")
@@ -123,10 +122,10 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
 
 
 def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
-    """True if the definition shows that a function can be called with `values` after one positional argument.
+    """True if the source shows that a function can be called with `values` after one positional argument.
 
-    Each argument then is keyword-only, and its annotation is of Python's own types and pydantic's `Field`. A class can
-    be shown to be called without any.
+    This needs each argument to be keyword-only, with an annotation made of Python's own types and pydantic's `Field`.
+    For a class, the source can show only that it can be called without arguments.
     """
     if not values or not isinstance(definition, ast.FunctionDef):
         return _needs_nothing(definition) and not values
@@ -148,7 +147,7 @@ def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
 
 
 def _adds_defaults_only(decorator: ast.expr) -> bool:
-    """True if a decorator is core's `policy_loss`, which adds only arguments with defaults."""
+    """True if a decorator is `policy_loss` of this package, which adds only arguments with defaults."""
     called = decorator.func if isinstance(decorator, ast.Call) else None
     return isinstance(called, ast.Name) and called.id == "policy_loss"
 
@@ -157,12 +156,10 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
     """Import a function or a class.
 
     Args:
-        reference: `"module:function"`, as the config has it.
-        key: the config key of the reference, for messages.
-        python_path: directories of the user's own modules, for the nearest name.
+        python_path: directories of the user's own modules, searched for the nearest name.
 
     Raises:
-        ConfigError: the form is wrong, there is no such module or function, or importing the module fails.
+        ConfigError: the reference has a wrong form, the module or function does not exist, or the import fails.
     """
     module_name, colon, attribute = reference.partition(":")
     if not (module_name and colon and attribute):
@@ -188,7 +185,7 @@ def _suggest_function(module: Any, name: str) -> str:
 
 
 def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -> None:
-    """Refuse a module of the user's that shares its name with one that is found before it."""
+    """Reject a module of the user that has the same name as a module found earlier on the import path."""
     top = module_name.partition(".")[0]
     spec = PathFinder.find_spec(top, list(python_path))
     if spec is None or spec.origin is None:  # there is none, or a directory without code of its own
@@ -224,7 +221,7 @@ def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:
 
 
 def _describe_failure(module_name: str, error: BaseException) -> str:
-    """Return a message that importing raised, with the last lines of the user's own code that led there."""
+    """Describe the exception that an import raised, with the last lines of the user's code that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in user_frames[-3:])
@@ -234,7 +231,7 @@ def _describe_failure(module_name: str, error: BaseException) -> str:
 
 
 def _suggest_module(module_name: str, python_path: Sequence[str]) -> str:
-    """Name the user's module that is nearest to a missing one, or the places where it was looked for."""
+    """Return a hint for a missing module: the user's module with the nearest name, or the places that were searched."""
     folder, _, name = module_name.replace(".", os.sep).rpartition(os.sep)
     modules: dict[str, str] = {}
     for directory in python_path:

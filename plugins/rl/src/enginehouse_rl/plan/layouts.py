@@ -1,4 +1,4 @@
-"""Looks for a layout that the devices can hold: `plan` tries small changes of a config."""
+"""Finds a layout that fits into the memory of the GPUs, by planning small changes of a config."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 
 ENGINE = "actor.engine.options"
 FEWEST_TOKENS = 1024
-"""Micro-batches of fewer tokens are not tried: they leave a GPU idle."""
+"""The smallest `tokens_per_microbatch` that is tried, because smaller micro-batches leave a GPU idle."""
 
 
 def find_layout(
     config: AnyConfig, make_plan: Callable[[Sequence[str]], RunPlan], gpus: int
 ) -> tuple[tuple[str, ...], RunPlan] | None:
-    """Return the overrides that cost least speed and let the run start, with its plan; None if none of those tried do.
+    """Return the overrides with which the run can start at the least loss of speed, and its plan; None if none works.
 
     Args:
-        config: the config to change.
-        make_plan: plans the run with further overrides, and raises `UserError` if it cannot start.
-        gpus: the number of GPUs.
+        make_plan: makes the plan with further overrides, and raises `UserError` if the run cannot start.
     """
     for saving, place in itertools.product(_list_savings(config), [(), *_list_places(config, gpus)]):
         if overrides := (*place, *saving):
@@ -39,7 +37,7 @@ def find_layout(
 
 
 def _list_savings(config: AnyConfig) -> list[tuple[str, ...]]:
-    """Return overrides by which the actor's engine takes less memory, those that cost least speed first."""
+    """Return overrides that reduce the memory of the actor's engine, those that cost least speed first."""
     engine = config.actor.engine
     options = _read_options(config, TrainBackend, engine.backend) | engine.options
     savings: list[tuple[str, ...]] = [()]
@@ -57,14 +55,14 @@ def _list_savings(config: AnyConfig) -> list[tuple[str, ...]]:
 
 
 def _count_longest(config: AnyConfig) -> int:
-    """Return the most tokens that a row may have."""
+    """Return the maximum number of tokens of a row."""
     if isinstance(config, Config):
         return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
     return config.data.max_tokens
 
 
 def _list_places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Return overrides that place actor and rollout in one process, on the same GPUs in turns, or on half each."""
+    """Return overrides that put actor and rollout in one process, on the same GPUs in turns, or each on half."""
     if not isinstance(config, Config):
         yield (f"actor.processes={gpus}",)
         return
@@ -82,7 +80,7 @@ def _list_places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
 
 
 def _read_options(config: AnyConfig, kind: type[TrainBackend] | type[RolloutBackend], backend: str) -> dict[str, Any]:
-    """Return the options that a backend has, with their defaults."""
+    """Return the options of a backend, with their defaults."""
     switches = config.plugins
     plugins = configure_plugins(switches.enabled, switches.blocked, switches.strict)
     fields = resolve(plugins.get(kind, backend, elsewhere=True).options).model_fields

@@ -1,8 +1,9 @@
-"""Adds up the memory that a run needs of each device, from the estimates of its engines.
+"""Adds up the memory that a run needs on each device, from the estimates of its engines.
 
-Roles of one process, or on the same devices, are one *place*. There each role holds some memory all the time, and more
-while it computes, one role after another. Where roles take turns (`enginehouse.roles.device_turns`), a role that waits
-holds what it keeps asleep; in a weight update every role holds its weights.
+A *place* is one device, or a group of devices, with all the roles that use it. There each role holds some memory all
+the time, and more while it computes; one role computes at a time. Where roles take turns
+(`enginehouse.roles.device_turns`), a waiting role holds only what it keeps asleep. During a weight update every role
+holds its weights.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ OF_PROCESS = {
     "cuda": ("CUDA and NCCL", PROCESS_BYTES),
     "cpu": ("libraries and freed memory", 3 * 2**28),
 }
-"""The use and the bytes of a process's memory besides its engines', by the device of a run. On a CPU, libraries took
+"""Memory of a process besides its engines, by the device of the run: its use, and its bytes. On a CPU, libraries took
 0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
-"""The end of a refusal."""
+"""The last sentence of a message that rejects a run."""
 
 
 class Amount(NamedTuple):
-    """Bytes of a device, with the role that holds them and their use."""
+    """Memory on a device: the role that holds it, its use, and its bytes."""
 
     role: str
     what: str
@@ -46,10 +47,10 @@ class MemoryPlace:
     """Roles on the same devices.
 
     Attributes:
-        roles: their names; the first has the processes.
-        devices: the number of devices, each with as much memory in use.
-        when: the part of a step in which most is in use: `"the actor computes"`.
-        amounts: the memory in use then.
+        roles: the names of the roles; the first one owns the processes.
+        devices: the number of devices, each of which needs the same memory.
+        when: the part of a step that needs the most memory: `"the actor computes"`.
+        amounts: the memory that is in use in that part of the step.
     """
 
     roles: tuple[str, ...]
@@ -59,19 +60,17 @@ class MemoryPlace:
 
     @property
     def size(self) -> int:
-        """Bytes in use of each device."""
+        """Bytes in use on each device."""
         return sum(amount.size for amount in self.amounts)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory that the roles of a run need of its devices.
+    """The memory that the roles of a run need on its devices.
 
     Attributes:
-        roles: the roles by name.
-        uses: the memory of a rank of each role; None where that is not known.
-        device: torch device type of the run.
-        gpu: the GPU of the run; None if it is not known.
+        uses: the memory of one rank of each role; None where it is unknown.
+        gpu: the GPU of the run; None if unknown.
     """
 
     roles: Mapping[str, RolePlan]
@@ -80,7 +79,7 @@ class Needs:
     gpu: Gpu | None = None
 
     def places(self) -> list[MemoryPlace]:
-        """Return the places with the memory that they need at most, without those of a role whose use is not known."""
+        """Return the places with their peak memory, except places with a role whose memory is unknown."""
         places, roles = [], self.roles
         for host in own_processes(roles):
             if roles[host].devices_of:
@@ -95,7 +94,7 @@ class Needs:
         return places
 
     def table(self) -> list[str]:
-        """Return lines of text: the memory of a rank of each role, and the sum of each place."""
+        """Return lines of text: the memory of one rank of each role, then the sum of each place."""
         uses = {name: use for name, use in self.uses.items() if use is not None}
         if not uses:
             return []
@@ -133,7 +132,7 @@ class Needs:
         return [*lines, f"{guess} (a guess)"]
 
     def describe_total(self) -> str:
-        """Return the memory that the run needs, in a few words. Empty if it is not known."""
+        """Return the memory that the run needs, in a few words. Empty if unknown."""
         places = self.places()
         if not places or None in self.uses.values():
             return ""
@@ -143,7 +142,7 @@ class Needs:
         return f"at most {max(place.size for place in places) / GIB:.1f}{limit} GiB of each GPU"
 
     def check(self, findings: Findings, exact: bool) -> None:
-        """Refuse a run that the devices cannot hold, or only note it if the models' shapes are not `exact`."""
+        """Reject a run that does not fit into the devices; only add a note if the models' shapes are not `exact`."""
         gpu, places = self.gpu, self.places()
         if self.device == "cpu":
             needed, host_bytes = sum(place.devices * place.size for place in places), _read_host_bytes()
@@ -171,12 +170,12 @@ class Needs:
                 needed = sum((*use.held.values(), *use.working.values()))
                 if needed > use.limit:
                     report(
-                        f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, and the model with "
-                        f"the keys and values of one row needs {needed / GIB:.1f}{SUGGEST}"
+                        f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, but the model with "
+                        f"the KV cache of one row needs {needed / GIB:.1f}{SUGGEST}"
                     )
 
     def _list_moments(self, uses: Mapping[str, MemoryUse]) -> Iterator[tuple[str, list[Amount]]]:
-        """Yield each part of a step, with the memory that is in use of a device then."""
+        """Yield each part of a step, with the memory that is then in use on a device."""
         roles = self.roles
         turns = any(roles[name].devices_of for name in uses)
         processes = 1 + turns
@@ -206,10 +205,10 @@ class Needs:
             yield "weights are updated", [*process, *amounts, *list_asleep()]
 
     def _count_host_bytes(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
-        """Return the bytes of a host's memory that go with a device.
+        """Return the bytes of host memory that are needed for each device.
 
-        An engine may keep some there, and where roles take turns, a training role puts there what it holds, but for
-        the gradients, which are zero then.
+        An engine may keep some of its memory on the host. Where roles take turns, a waiting training role also moves
+        there what it holds, except the gradients, which are zero then.
         """
         turns = any(self.roles[name].devices_of for name in place.roles)
         training = [name for name in place.roles if self.roles[name].kind == "train"]
@@ -223,7 +222,7 @@ class Needs:
 
 
 def _find_host(role: RolePlan, roles: Mapping[str, RolePlan]) -> str | None:
-    """Return the role whose processes have the devices that `role` uses in turns; None if it takes no turns."""
+    """Return the role that owns the devices which `role` uses in turns; None if `role` takes no turns."""
     host = role.devices_of
     return None if host is None else roles[host].shares or host
 
@@ -237,7 +236,7 @@ def _spell(role: str) -> str:
 
 
 def _read_host_bytes() -> int | None:
-    """Return the bytes of this machine's memory; None if they are not known."""
+    """Return the memory of this machine in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows

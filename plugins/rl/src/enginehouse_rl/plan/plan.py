@@ -1,8 +1,8 @@
 """Checks everything that can be checked before a process starts.
 
-`plan` turns a config into a `Plan`, in which names are resolved, options typed and dependent defaults filled in, and
-which describes the run in words. The tuples below list the parts of `parts` that do it, in their order. Neither ray nor
-an engine is imported, and torch only if a function that has to be imported imports it.
+`plan` turns a config into a `Plan`: it resolves names, checks the types of options, fills in defaults that depend on
+other sections, and describes the run in words. The parts listed in the tuples below do this, in their order. They
+import neither Ray nor an engine. They import torch only through a function of the config that needs it.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.trackers import TrackerPlan
 
 END = (DirectoryPart, MemoryPart, TrackersPart, CheckpointsPart)
-"""The parts that settle last in every run that trains."""
+"""The last parts of every run that trains."""
 MODELS = (ActorPart, CriticPart, ReferencePart, RewardModelPart, StageModelsPart, RolloutPart, EvaluationPart)
 PLAYING = (StepsPart, PromptsPart, EnvironmentPart, RewardsPart, FilterPart, LossPart, StagesPart)
 PLACED = (HubPart, GgufPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart)
 TRAIN = (*PLACED, *PLAYING, BenchmarksPart, *END)
-"""The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
+"""The parts of a reinforcement-learning run. Each part comes after the parts that it reads."""
 EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
 EVAL_END = (EvalDirectoryPart, MemoryPart, TrackersPart)
 EVAL_PROMPTS = (HeldOutPart, EnvironmentPart, RewardsPart, BenchmarksPart)
 EVAL = (HubPart, GgufPart, ModelPart, *EVAL_MODELS, *EVAL_PROMPTS, *EVAL_END)
-"""The parts of an evaluation without a run."""
+"""The parts of an evaluation outside a run."""
 SFT = (HubPart, GgufPart, ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
 """The parts of a supervised run."""
 PAIRS = (PreferenceLossPart, SupervisedPlacementPart, PreferencesPart, *END)
 DPO = (HubPart, GgufPart, ModelPart, ActorPart, ReferencePart, *PAIRS)
-"""The parts of a run of DPO or KTO."""
+"""The parts of a DPO or KTO run."""
 RM = (HubPart, GgufPart, ModelPart, ActorPart, *PAIRS)
 """The parts of a run that trains a reward model."""
 PAGE = (
@@ -75,7 +75,7 @@ PAGE = (
     *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation"),
     *(*BENCHMARKS, "the run"),
 )
-"""The order of the facts in a plan that plays prompts; those of other plans come in the order of the parts."""
+"""The order of the facts in a plan that generates responses. Other plans list them in the order of their parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +83,21 @@ class RunPlan:
     """A checked run of any kind.
 
     Attributes:
-        config: the config it was made from, with paths in the place of names on the hub.
-        written: the same with those names, and the commit in each: as the run writes it down.
+        config: the config, with local paths in place of names on the hub.
+        written: the config as the run records it, with names on the hub and the commit of each.
         hub: the entry of each name on the hub, for `run.json`.
-        gguf: the entry of each model that was made of a GGUF file, for `run.json`.
+        gguf: the entry of each model that was converted from a GGUF file, for `run.json`.
         roles: the plan of each role by name. Roles that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
         python_path: directories from which workers import the user's own functions.
-        distributions: distributions of the backends used, for the record of versions.
+        distributions: distributions of the backends in use, for the record of versions.
         facts: the description of the run, as `(label, sentence)`.
         notes: notes on what the user may not expect.
         obstacle: the reason that the run cannot start although its config is valid; empty if it can.
-        memory: the memory that the run needs, in a few words; empty if it is not known.
-        resumed: the checkpoint from which the run resumes; None for a run that starts.
-        spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
+        memory: the memory that the run needs, in a few words; empty if unknown.
+        resumed: the checkpoint that the run resumes from; None for a new run.
+        spare_unfinished: true if `run.overwrite` must not delete a run that can be resumed.
         trackers: the trackers that get the metrics, besides the run directory.
     """
 
@@ -120,7 +120,7 @@ class RunPlan:
 
     @property
     def launch(self) -> Launch:
-        """The settings with which the processes of its roles are started."""
+        """The settings with which the run starts the processes of its roles."""
         cluster = self.config.cluster
         return Launch(
             launcher=cluster.launcher,
@@ -139,7 +139,6 @@ class RunPlan:
         return "\n".join([self._answer(), *(f"{label:<{width}}  {words}" for label, words in lines)])
 
     def _answer(self) -> str:
-        """Return the line that says whether the run can start."""
         if self.obstacle:
             return f"Cannot start: {self.obstacle}"
         return f"OK: {', '.join(filter(None, (self._extent(), self.memory)))}"
@@ -150,18 +149,17 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayPlan(RunPlan):
-    """A checked run that plays prompts: a reinforcement-learning run, or an evaluation without one.
+    """A checked run that generates responses: a reinforcement-learning run, or an evaluation outside a run.
 
     Attributes:
-        rewards: the rewards that score the samples.
-        environment: the class of the environment that makes the samples.
-        is_single_turn: true if that is the trainer's own.
-        vocabulary: the number of tokens that every model of the run knows; None if that is not known.
-        most_tokens: the most tokens of a sample that every model can read; None if that is not known.
+        environment: the class of the environment that generates the samples.
+        is_single_turn: true if this is the built-in environment `single_turn`.
+        vocabulary: the number of tokens that every model of the run knows; None if unknown.
+        most_tokens: the maximum length in tokens of a sample that every model can read; None if unknown.
         advantage_needs: the columns that the advantage reads; None: all but texts.
-        keep: the filter of groups; None: all are trained on.
-        prompt_limit: the most tokens of a prompt.
-        benchmarks: the benchmarks that are answered beside the files of held-out prompts.
+        keep: the filter of groups; None: the run trains on all groups.
+        prompt_limit: the maximum number of tokens of a prompt.
+        benchmarks: the benchmarks that the model answers beside the files of held-out prompts.
     """
 
     config: Config
@@ -184,14 +182,13 @@ class PlayPlan(RunPlan):
 class Plan(PlayPlan):
     """A checked reinforcement-learning run.
 
-    Its roles are `"actor"` and `"rollout"`; `"critic"` for an advantage that needs values; `"reference"` and
-    `"reward_model"` if there are such models; and `"evaluation"` if an engine of its own answers validation prompts.
+    It always has the roles `"actor"` and `"rollout"`. It has `"critic"` if the advantage needs values, `"reference"`
+    and `"reward_model"` if the run uses such models, and `"evaluation"` if a separate engine answers validation
+    prompts.
 
     Attributes:
-        advantage: the estimator.
-        stages: the stages that add columns to the samples of a step before they are trained on, in order.
-        old_logprobs: engine whose logprobs are the divisor of the ratio, `"rollout"` or `"actor"`.
-        loss: the actor's loss, with the arguments that come from other sections, but without the KL term's.
+        old_logprobs: engine whose logprobs are the denominator of the ratio, `"rollout"` or `"actor"`.
+        loss: the actor's loss, with the arguments that come from other sections, except those of the KL term.
         critic_loss: the critic's loss; None without a critic.
     """
 
@@ -214,10 +211,10 @@ class Plan(PlayPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPlan(PlayPlan):
-    """A checked evaluation without a run. Its roles are `"rollout"`, and `"reward_model"` if there is such a model.
+    """A checked evaluation outside a run. Its roles are `"rollout"`, and `"reward_model"` if the config names one.
 
     Attributes:
-        step: the step of the run that trained the model; 0 if it is not known.
+        step: the step of the run that saved the model; 0 if unknown.
         reads_back: true if replicas report checksums of the weights that they serve.
     """
 
@@ -233,7 +230,7 @@ class SFTPlan(RunPlan):
     """A checked supervised run. Its only role is `"actor"`.
 
     Attributes:
-        row_limit: the most tokens of a demonstration.
+        row_limit: the maximum number of tokens of a demonstration.
     """
 
     config: SFTConfig
@@ -242,11 +239,11 @@ class SFTPlan(RunPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePlan(RunPlan):
-    """A checked run on preferences. Its roles are `"actor"`, a reward model or a policy, and a policy's `"reference"`.
+    """A checked run on preferences. Its role `"actor"` is a policy or a reward model; a policy also has a
+    `"reference"`.
 
     Attributes:
-        columns: the columns of the data.
-        row_limit: the most tokens of a prompt with a response.
+        row_limit: the maximum number of tokens of a prompt with a response.
     """
 
     config: PreferenceConfig
@@ -264,19 +261,18 @@ def plan(
 ) -> Plan:
     """Check a reinforcement-learning run.
 
-    The current directory and that of the config file become importable, here and in the workers.
+    The current directory and the config file's directory become importable, both here and in the workers.
 
     Args:
-        config: a loaded config.
-        plugins: the installed plugins; None: this process's plugins, by the config's switches.
+        plugins: the installed plugins; None: the plugins of this process, filtered by `plugins` in the config.
         config_path: the file of the config, for messages and imports.
-        resume: resume the run in `run.directory` from its newest whole checkpoint, and ignore `run.overwrite`.
-        overrides: the overrides of the command line; only there can `run.overwrite` delete a run that did not finish
-            and left checkpoints.
-        starts: true if the run is to start; otherwise an earlier run in `run.directory` is the plan's `obstacle`.
+        resume: resume the run in `run.directory` from its newest complete checkpoint, and ignore `run.overwrite`.
+        overrides: the overrides of the command line. `run.overwrite` deletes an unfinished run with checkpoints only if
+            it is set there.
+        starts: true if the run is to start. If false, an earlier run in `run.directory` becomes the plan's `obstacle`.
 
     Raises:
-        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; several problems are one
+        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`. Several problems are one
             `ConfigError` that lists them.
     """
     run = Draft(config, plugins, config_path, resume, overrides, starts)
@@ -301,14 +297,15 @@ def plan_eval(
     overrides: Sequence[str] = (),
     model: str | None = None,
 ) -> EvalPlan:
-    """Check an evaluation without a run, as `plan` does a run.
+    """Check an evaluation outside a run.
 
     Args:
-        config: the config of a reinforcement-learning run, of which an evaluation checks only the parts that it needs.
+        config: the config of a reinforcement-learning run. Only the parts that an evaluation needs are checked.
         plugins: as for `plan`.
         config_path: as for `plan`.
-        overrides: the overrides of the command line; only there is `run.directory` that of the evaluation.
-        model: the directory of a model, or of a run; None: `model.path`.
+        overrides: the overrides of the command line. `run.directory` names the evaluation's directory only if set
+            there.
+        model: the directory of a model or of a run; None: `model.path`.
     """
     named_by = "--model" if model else "model.path"
     evaluated = EvaluatedModel.find(model or config.model.path, named_by)
@@ -353,7 +350,7 @@ def plan_preferences(
     overrides: Sequence[str] = (),
     starts: bool = True,
 ) -> PreferencePlan:
-    """Check a run of DPO or KTO, or one that trains a reward model; the arguments are those of `plan`."""
+    """Check a run of DPO, KTO or a reward model; the arguments are those of `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
     return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_make_common_fields(run))
@@ -386,7 +383,7 @@ def _make_common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict
 
 
 def _play_fields(run: Draft[Config]) -> dict[str, Any]:
-    """Return the fields of every plan that plays prompts."""
+    """Return the fields that every `PlayPlan` has."""
     environment = run[EnvironmentPart]
     return {
         "rewards": run[RewardsPart].rewards,

@@ -1,4 +1,4 @@
-"""Checks whether a config may resume an earlier run, and from which checkpoint."""
+"""Checks whether a config may resume an earlier run, and finds the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -28,27 +28,19 @@ if TYPE_CHECKING:
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip
-"""Keys that may not change: they decide which rows come next, and which model a checkpoint's state belongs to."""
+"""Keys that a resumed run may not change, because the order of the data or the state of the model depends on them."""
 FREE = ("data.validation", "model.trust_remote_code")
-"""Keys inside of `FIXED` that may change."""
+"""Keys under `FIXED` that may change."""
 UNSAID = ("run", "cluster", "plugins")
-"""Sections whose changes are not worth a note."""
+"""Sections whose changes are not reported."""
 
 
 def find_command(config: AnyConfig) -> str:
-    """Return the command that runs a config of this type."""
     return next(kind for kind, schema in SCHEMAS.items() if isinstance(config, schema))
 
 
 def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
-    """Return the checkpoint from which a config's run resumes, after checking that it can; None after a problem.
-
-    Args:
-        findings: gets the problems.
-        config: the config of the run.
-        trained: the roles that it trains.
-        dtype: the dtype that it computes in.
-    """
+    """Return the checkpoint from which a run resumes, after checking that it can resume; None after a problem."""
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():
@@ -94,18 +86,18 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
 
 
 def _spell(value: Any, unset: str = "unset") -> str:
-    """Return a value of a config as YAML writes it; None as `unset`."""
+    """Return a value of a config as YAML writes it; None becomes `unset`."""
     return unset if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def record_config(config: AnyConfig, dtype: str) -> dict[str, Any]:
-    """Return a config as a checkpoint has it: as plain data, with the dtype that the run computes in."""
+    """Return a config as checkpoints store it: as plain data, with the dtype that the run computes in."""
     plain = config.model_dump(mode="json")
     return {**plain, "model": {**plain["model"], "dtype": dtype}}
 
 
 def compare_configs(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key at which two configs differ, with both values; None stands for a missing one."""
+    """Yield each key at which two configs differ, with both values; None stands for a missing value."""
     before, after = dict(_flatten(was)), dict(_flatten(now))
     for key in {**before, **after}:
         if before.get(key) != after.get(key):
@@ -143,7 +135,7 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
 def _follow_moves(
     findings: Findings, was: Mapping[str, Any], config: AnyConfig, checkpoint: Checkpoint
 ) -> Mapping[str, Any]:
-    """Return a checkpoint's config with the present paths of its data and its model, if their content is the same."""
+    """Return a checkpoint's config with the present paths of its data and model, if their content is unchanged."""
     data, model = dict(was["data"]), dict(was["model"])
     before, now = name_files(data.get("train") or ())[1], name_files(config.data.train)[1]
     with suppress(OSError):  # found where data files are checked
@@ -161,10 +153,10 @@ def _follow_moves(
 
 
 def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
-    """Check that the training files have the content with which the run began.
+    """Check that the training files still have the content with which the run began.
 
     Raises:
-        ConfigError: a file has another.
+        ConfigError: a file has changed.
     """
     try:
         now = data_digests(config.data.train)
@@ -179,7 +171,8 @@ def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
 
 
 def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
-    """Check that the models from which roles begin have not changed: a reference stays one, adapters are added to one.
+    """Check that the models from which roles start have not changed, because a reference or the base of adapters must
+    stay.
 
     Raises:
         ConfigError: a model has changed.
@@ -197,7 +190,7 @@ def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
 
 
 def _fill_defaults(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
-    """Return a checkpoint's config with the defaults of keys that are newer than it."""
+    """Return a checkpoint's config, with defaults for the keys that were added after it was written."""
     filled = dict(was)
     for name, field in schema.model_fields.items():
         inner = section_type(field.annotation)

@@ -1,4 +1,4 @@
-"""Checks the columns of the data that rewards and environments get, and has these check them."""
+"""Checks the data columns that rewards and environments get, also by the functions' own checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Rows whose columns a reward gets.
+    """Rows that have the same columns.
 
     Attributes:
         where: the name of the rows in messages.
-        names: the columns without the prompt.
+        names: the columns, without the prompt.
     """
 
     where: str
@@ -31,7 +31,7 @@ class RowColumns:
 
 
 def list_columns(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
-    """Return the columns of a file's rows but the prompt; `name` stands for the rows with the shape of the first."""
+    """Return the columns of a file's rows, without the prompt; `name` stands for the rows that have the first shape."""
     groups = []
     for number, shape in enumerate(shapes):
         more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
@@ -52,9 +52,7 @@ def check_reward_columns(
     Args:
         function: the reward; None: only names are checked.
         key: the key of its section of the config.
-        arguments: the arguments in that section.
-        columns: the columns of all rows.
-        gets: the names of further arguments of rewards.
+        gets: the names of the arguments that the run passes to every reward.
 
     Raises:
         ConfigError: the reward lacks a column or does not take one, or a column has the name of an argument.
@@ -81,7 +79,6 @@ def check_reward_columns(
 
 
 def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], gets: Sequence[str]) -> None:
-    """Call `check_reward_columns` for each reward of a run."""
     for reward in rewards:
         check_reward_columns(resolve(reward.function), reward.key, reward.arguments, columns, gets)
 
@@ -89,10 +86,10 @@ def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], 
 def run_own_check(
     function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[RowColumns] | None
 ) -> None:
-    """Have the `check` of a reward or an environment, if it has one, check its arguments and the columns of each row.
+    """Call the `check` of a reward or an environment, if it has one, with its arguments and the columns of each row.
 
     Raises:
-        ConfigError: the problem that it raises, after `key`.
+        ConfigError: the problem that `check` raises, after `key`.
     """
     if any(isinstance(value, str) and "${" in value for value in arguments.values()):
         return  # the variable is read where the reward runs
@@ -111,10 +108,10 @@ def run_own_check(
 def run_tokenizer_check(
     function: Callable[..., Any], key: str, arguments: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Have the `check_tokenizer` of an environment, if it has one, check the model's tokenizer.
+    """Call the `check_tokenizer` of an environment, if it has one, with the model's tokenizer.
 
     Raises:
-        UserError: the problem that it raises, after `key`.
+        UserError: the problem that `check_tokenizer` raises, after `key`.
     """
     check = getattr_static(function, "check_tokenizer", None)
     if not isinstance(check, staticmethod):

@@ -1,4 +1,4 @@
-"""Lists the sections of a config that have models."""
+"""Lists the sections of a config that name models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def list_model_paths(config: AnyConfig) -> list[str]:
-    """Return the paths of the models from which a config's roles begin, as the config has them."""
+    """Return the paths of the models from which the roles of a config start, as they stand in the config."""
     sections = list_auxiliaries(config).values()
     return list(dict.fromkeys([config.model.path, *(section.path for section in sections if section.path)]))
 
 
 def list_auxiliaries(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
-    """Return the sections of models beside the actor's, by the roles' names."""
+    """Return the sections of the models beside the actor's, by the names of their roles."""
     names = ("critic", "reference", "reward_model")
     stage_models = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
     return {name: getattr(config, name) for name in names if hasattr(config, name)} | stage_models

@@ -1,4 +1,4 @@
-"""Measures rows in tokens before a run, within a time, and shows the first row of each file."""
+"""Measures rows in tokens before a run, for a limited time, and shows the first row of each file."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import AnyConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
 
 LENGTHS_SECONDS = 3.0
-"""About how long `plan` tokenizes rows of each file, once the tokenizer is loaded."""
+"""Approximate time for which `plan` tokenizes the rows of each file, once the tokenizer is loaded."""
 _ROWS_AT_ONCE = 512
 _SAMPLED = 500
-"""Rows of a file, evenly spread, by which lengths are shown if not all are measured."""
+"""Rows of a file, evenly spread, whose lengths are shown if not all rows are measured."""
 _SHOWN = 24
-"""Tokens at the beginning and at the end of a row that are shown."""
+"""Number of tokens that are shown from the start and from the end of a row."""
 
 
 class Tokenizer:
-    """The model's tokenizer, which is loaded at its first use, since that imports torch.
+    """The model's tokenizer. It is loaded at its first use, because that imports torch.
 
     Attributes:
-        shows: true if the first row of each file and the lengths of rows are shown in any case.
-        embeddings: the number of tokens for which the model has a row; None if it is not known.
+        shows: true if the first row of each file and the lengths of rows are always shown.
+        embeddings: the number of tokens for which the model has an embedding; None if unknown.
     """
 
     def __init__(self, findings: Findings, config: AnyConfig, shows: bool = False):
@@ -46,7 +46,7 @@ class Tokenizer:
         self._beyond = ""
 
     def __call__(self) -> Any:
-        """Return the tokenizer; None if it cannot be loaded, which is reported once."""
+        """Return the tokenizer; None if it cannot be loaded, which is reported only once."""
         if self._tokenizer is None and not self._failed:
             self._failed = True
             with self._findings.collecting():
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @cached_property
     def has_more(self) -> bool:
-        """True if the tokenizer knows tokens for which the model has no embedding."""
+        """True if the tokenizer has tokens for which the model has no embedding."""
         if self.embeddings is None:
             return False
         tokens = read_tokens(self._model.path, self._model.trust_remote_code)
@@ -75,18 +75,18 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row as the model gets it: its tokens, and which of them are learned; None: it is a prompt."""
+    """The tokens of a row as the model gets them, and a mask of those that are trained on; a prompt has no mask."""
 
     ids: np.ndarray
     learned: np.ndarray | None = None
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no tokens, or is no prompt and has none that is learned."""
+        """True if the row has no tokens or, unless it is a prompt, none that are trained on."""
         return not (len(self.ids) if self.learned is None else self.learned.any())
 
     def show(self, tokenizer: Any) -> str:
-        """Return the tokens as text, with those that are learned in double brackets."""
+        """Return the tokens as text, with those that are trained on in double brackets."""
         pieces = [repr(tokenizer.decode([number]))[1:-1] for number in self.ids.tolist()]
         if self.learned is not None:
             marks = np.flatnonzero(np.diff(np.concatenate(([False], self.learned, [False])).astype(np.int8)))
@@ -98,7 +98,7 @@ class TokenRow:
 
 
 Render = Callable[[Renderer, Sequence[int], Where, RowProblems], Sequence[Sequence[TokenRow]]]
-"""Turns rows into tokens, one `TokenRow` or several for each; it gets the rows' names, and collects problems."""
+"""Renders rows as one or more `TokenRow`s each. It gets the names of the rows, and collects problems."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,8 @@ class RowMeter:
 
     Attributes:
         findings: gets notes, and the facts to show.
-        data: the section of the config.
-        table: the rows.
         name: the name of their files in messages.
         noun: the kind of rows: `"prompts"`.
-        tokenizer: the model's tokenizer.
     """
 
     findings: Findings
@@ -123,24 +120,26 @@ class RowMeter:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if the length of its text does not show that a plain row is fine."""
+        """True if rows must be tokenized, because the length of a text does not bound its tokens, or a token may be
+        unknown."""
         data = self.data
         renders = data.chat_template or data.system is not None or data.tools or data.template_arguments
         return bool(renders) or self.tokenizer.has_more
 
     def measure(self, unsure: list[int], size: Callable[[int], float], render: Render) -> dict[int, int] | None:
-        """Return the tokens of rows, by their ascending numbers.
+        """Return the lengths of rows in tokens, by their ascending row numbers.
 
-        They are a sample of all rows, if anything is to be shown, and as many of `unsure` as there is time for: first
-        those that are likeliest to be wrong, the largest.
+        It measures a sample of all rows, if anything is to be shown, and as many of `unsure` as there is time for. It
+        begins with the largest of these, which are the most likely to be too long.
 
         Args:
             unsure: the rows that may be too long.
-            size: estimates the size of a row; infinite for one of an odd type.
+            size: estimates the size of a row; infinite for a row of an unexpected type.
             render: turns rows into tokens.
 
         Returns:
-            The tokens of the longest `TokenRow` of each row; None if none is to be measured, or without a tokenizer.
+            The length of the longest `TokenRow` of each row. None if there is nothing to measure, or without a
+            tokenizer.
 
         Raises:
             DataError: a row cannot be rendered, or has a token without an embedding.
@@ -165,23 +164,24 @@ class RowMeter:
         problems.raise_any()
         if renderer.merged:
             self.findings.note(
-                f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, the "
-                "end of the prompt and the beginning of the response are one token. Learned are the tokens that the "
-                "response has behind the prompt's own, as the model is asked the prompt"
+                f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, "
+                "the end of the prompt and the beginning of the response are one token. The model learns the tokens "
+                "of the response after those of the prompt tokenized alone, because a model is asked with the prompt "
+                "alone"
             )
         return lengths
 
     def check_longest(self, lengths: Mapping[int, int], limit: TokenLimit, noun: str) -> None:
-        """Check that no measured row is longer than a limit.
+        """Check the measured rows against a limit.
 
         Raises:
-            DataError: one is.
+            DataError: a row is longer.
         """
         rows = list(lengths)
         check_length(list(lengths.values()), limit, noun, lambda index: self.table.where(rows[index]))
 
     def _pick_rows(self) -> tuple[list[int], list[int]]:
-        """Return the first row of each file, and the rows to measure before all others if anything is to be shown."""
+        """Return the first row of each file, and the rows to measure first if anything is to be shown."""
         sizes = [len(file) for file in self.table.list_files()]
         firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
         if not self.tokenizer.shows or self.findings.problems:
@@ -196,7 +196,7 @@ class RowMeter:
         size: Callable[[int], float],
         measure: Callable[[Sequence[int]], list[int]],
     ) -> dict[int, int]:
-        """Measure the rows of `sample`, and as many of `unsure` as there is time for; note and show how many."""
+        """Measure the rows of `sample`, then as many of `unsure` as time allows; report how many were measured."""
         number, noun, name = len(self.table), self.noun, self.name
         self.findings.doing(f"Looking at the {noun} of {name}")
         largest = sorted(set(unsure).difference(sample), key=size, reverse=True)

@@ -1,4 +1,4 @@
-"""Reads the rows of a config's data files before the run, as the run does, but within a time."""
+"""Reads the rows of a config's data files before the run, as the run itself does, but for a limited time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import Config, DataConfig, PreferenceConfig, SFTConfig, SFTDataConfig
 
 READ_SECONDS = 5.0
-"""About how long `plan` reads a config's files; a second reads some hundred megabytes."""
+"""Approximate time for which `plan` reads the files of a config, at some hundred megabytes per second."""
 REPEATED = 0.1
-"""The least fraction of repeated prompts in a file that is noted."""
+"""The smallest fraction of repeated prompts in a file that is noted."""
 SHARED = 0.01
-"""The least fraction of validation prompts that are trained on which is noted."""
+"""The smallest fraction of validation prompts among the training prompts that is noted."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ class RowReading:
     """The rows of a config's files, as far as they are known.
 
     Attributes:
-        sources: the sources to draw from, with their weights.
-        dropped: the number of rows that are left out because they are too long.
-        sampled: true if there was no time to measure all rows, so that more may be left out.
+        dropped: the number of rows that are dropped because they are too long.
+        sampled: true if there was no time to measure all rows, so that more rows may be dropped.
         columns: the columns that the reward gets; None if a file could not be read.
-        held_out: the name in messages of each file of held-out prompts, with the number of prompts that are used.
-        longest: the most tokens of a prompt that is used; None if not all were measured.
+        held_out: the name in messages of each file of held-out prompts, with the number of its prompts in use.
+        longest: the most tokens of a prompt in use; None if not all were measured.
     """
 
     sources: Sequence[Source] = ()
@@ -58,9 +57,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
     """Read the files of prompts, and check every row as the run does when it starts.
 
     Args:
-        findings: gets the problems, notes and facts.
-        config: the config of the run.
-        limit: the most tokens of a prompt.
+        limit: the maximum number of tokens of a prompt.
         tokenizer: the model's tokenizer; None after a problem.
     """
     data = config.data
@@ -117,7 +114,7 @@ def _look_at_training(
 
 
 def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> RowReading:
-    """Do as `look_at_prompts` for an evaluation, which reads only the files of held-out prompts."""
+    """Check the files of held-out prompts of an evaluation, as `look_at_prompts` does for a run."""
     until = time.monotonic() + READ_SECONDS
     held_out, columns, lengths = list[tuple[str, int]](), list[tuple[RowColumns, ...]](), list[int | None]()
     for name, paths in validation_files(config):
@@ -133,7 +130,7 @@ def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, toke
 
 
 def _count_used(config: Config, table: Table, dropped: Sequence[int]) -> int:
-    """Return how many prompts of a file of held-out prompts are used."""
+    """Return the number of prompts in a held-out file that the run uses."""
     rows = len(table) + table.unread - len(dropped)
     return min(rows, config.evaluation.max_prompts or rows)
 
@@ -145,13 +142,13 @@ def _list_columns(config: Config, table: Table, name: str) -> tuple[RowColumns, 
 
 
 def _find_largest(lengths: Sequence[int | None]) -> int | None:
-    """Return the largest of some lengths; None if one of them is not known."""
+    """Return the largest of some lengths; None if one of them is unknown."""
     numbers = [length for length in lengths if length is not None]
     return max(numbers, default=None) if len(numbers) == len(lengths) else None
 
 
 def _check_by(findings: Findings, config: Config, held_out: Iterable[Iterable[RowColumns]]) -> None:
-    """Check that held-out prompts have the column by which figures are measured."""
+    """Check that held-out prompts have the column `evaluation.by`, by which metrics are grouped."""
     if (by := config.evaluation.by) is None:
         return
     for rows in itertools.chain.from_iterable(held_out):
@@ -161,7 +158,7 @@ def _check_by(findings: Findings, config: Config, held_out: Iterable[Iterable[Ro
 
 
 def _list_sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Sequence[int]) -> list[Source]:
-    """Return the sources of the training files without the rows that are dropped."""
+    """Return the sources of the training files, without the rows that are dropped."""
     files = table.list_files()
     without = count_by_file(dropped, [len(file) for file in files])
     return make_sources(data.train, [len(file) + file.unread - out for file, out in zip(files, without, strict=True)])
@@ -170,7 +167,7 @@ def _list_sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Seque
 def look_at_demonstrations(
     findings: Findings, config: SFTConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[list[Source], int]:
-    """Do as `look_at_prompts` for a supervised run; return the sources, and how many demonstrations are held out."""
+    """Check the files of a supervised run like `look_at_prompts`; return the sources and the held-out row count."""
     data, until = config.data, time.monotonic() + READ_SECONDS
     tables = []
     for paths in (data.validation, data.train):  # the larger one last: it gets the time that the other leaves
@@ -204,7 +201,7 @@ def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
 def look_at_preferences(
     findings: Findings, config: PreferenceConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[int, int]:
-    """Do as `look_at_prompts` for preferences; return the number of rows, and of those to validate on."""
+    """Check the files of preferences as `look_at_prompts` does; return the numbers of training and held-out rows."""
     until = time.monotonic() + READ_SECONDS
     numbers = []
     for paths in (config.data.validation, config.data.train):
@@ -228,7 +225,7 @@ def look_at_preferences(
 
 
 def name_files(files: str | Iterable[str]) -> tuple[str, list[str]]:
-    """Return the name of one file or several in messages, and their paths; they may be weights by path."""
+    """Return the name of one or several files in messages, and their paths; `files` may map paths to weights."""
     paths = [files] if isinstance(files, str) else list(files)
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else ""), paths
 
@@ -267,8 +264,8 @@ def _look_at_prompt_lengths(
     """Check prompts that may be too long.
 
     Returns:
-        The prompts to drop; whether some were not measured; and the most tokens of the others, None if some were not
-        measured. After a problem, no prompts and None.
+        The prompts to drop, whether some were not measured, and the most tokens of the remaining prompts. The last is
+        None if some were not measured, or after a problem.
     """
     if table is not None and tokenizer:
         with findings.collecting():
@@ -346,20 +343,20 @@ def _look_at_preference_lengths(meter: RowMeter, table: PreferenceTable, limit: 
 
 
 def _note_alike(findings: Findings, table: PreferenceTable, name: str) -> None:
-    """Note pairs of two equal responses, because they teach nothing."""
+    """Note pairs of two equal responses, because the model learns nothing from them."""
     if len(table.columns.responses) < 2:
         return
     columns = [table.table.needed[column] for column in table.columns.responses]
     equal = [row for row, (first, second) in enumerate(zip(*columns, strict=True)) if first == second]
     if equal:
         findings.note(
-            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same: they "
-            f"teach nothing (the first is {table.table.where(equal[0])})"
+            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same, so "
+            f"these pairs teach nothing (the first is {table.table.where(equal[0])})"
         )
 
 
 def _note_empty(findings: Findings, table: Table, column: str, name: str) -> None:
-    """Note rows whose response is empty, because only its end is learned."""
+    """Note rows with an empty response, because the model learns from them only to end at once."""
     empty = [row for row, response in enumerate(table.needed[column]) if _is_empty(response)]
     if empty:
         findings.note(
@@ -376,7 +373,7 @@ def _is_empty(response: Any) -> bool:
 
 
 def _count_characters(prompt: Any) -> float:
-    """Return the characters of a prompt; infinite for a prompt that a run would refuse."""
+    """Return the number of characters of a prompt; infinite for a prompt that a run would reject."""
     if isinstance(prompt, str) and prompt.strip():
         return len(prompt)
     messages = prompt if isinstance(prompt, list) else []
@@ -388,14 +385,14 @@ def _count_characters(prompt: Any) -> float:
 
 
 def _hash_prompts(prompts: Sequence[Any]) -> set[int]:
-    """Return hashes of the prompts, which takes a second for each 100,000 long chats, and no copy of them."""
+    """Return hashes of the prompts. This makes no copy of them, and takes a second for each 100,000 long chats."""
     return {hash(prompt if isinstance(prompt, str) else repr(prompt)) for prompt in prompts}
 
 
 def _note_repeated(
     findings: Findings, train: str, prompts: Sequence[Any], held_out: Sequence[tuple[str, Sequence[Any]]]
 ) -> None:
-    """Note that training prompts repeat each other, or that held-out prompts are trained on."""
+    """Note that training prompts repeat each other, or that validation prompts are also training prompts."""
     trained = _hash_prompts(prompts)
     if len(prompts) - len(trained) >= REPEATED * len(prompts):
         findings.note(

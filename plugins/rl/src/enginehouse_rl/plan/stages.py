@@ -1,4 +1,4 @@
-"""Plans the stages of a step in their order, and checks that each gets the columns that it needs."""
+"""Orders the stages of a step, and checks that each stage gets the columns that it needs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ STEPS = "enginehouse_rl.steps"
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage of each step of a run.
+    """A stage in each step of a run.
 
     Attributes:
         name: its name in messages.
         stage: `"module:Class"` of an `enginehouse_rl.steps.stage.BatchStage`.
         needs: the columns that it reads; None: all but texts.
         adds: the columns that it adds or changes.
-        record: the declaration of a plugin's stage; None for a stage of the trainer itself.
-        role: the role of its model, for a plugin's stage that has one; else empty.
+        record: the record of a plugin's stage; None for a built-in stage.
+        role: the role of the model of a plugin's stage; empty if it has none.
         arguments: the arguments of the record's function.
     """
 
@@ -44,7 +44,7 @@ class StagePlan:
 def find_own_stages(
     findings: Findings, plugins: PluginManager, config: Config, needs: Sequence[str] | None
 ) -> dict[str, Stage]:
-    """Find the stages of plugins that a config names, or that add a column that the advantage `needs`; by name."""
+    """Find the stages of plugins that the config names, or that add a column which the advantage `needs`, by name."""
     records: dict[str, Stage] = {}
     for name, section in config.stages.items():
         try:
@@ -77,15 +77,12 @@ def plan_stages(
     old_logprobs: str,
     own: Sequence[StagePlan] = (),
 ) -> tuple[StagePlan, ...]:
-    """Plan the stages of a step, and refuse a stage that needs a column which none before it adds.
+    """Plan the stages of a step, and reject a stage that needs a column which no earlier stage adds.
 
     Args:
-        findings: gets the problems.
-        config: the config of the run.
-        needs: the columns of the advantage; None: all but texts.
+        needs: the columns that the advantage reads; None: all but texts.
         uses_reference: true if a KL term or the advantage compares with a reference.
-        old_logprobs: engine whose logprobs are the divisor of the ratio.
-        own: the stages of plugins.
+        old_logprobs: engine whose logprobs are the denominator of the ratio.
     """
     stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))
     columns = set(OF_SAMPLES)
@@ -98,7 +95,7 @@ def plan_stages(
 
 
 def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> StagePlan:
-    """Plan a plugin's stage, which a config calls `name`."""
+    """Plan a plugin's stage that the config calls `name`."""
     role = f"stages.{name}" if record.model else ""
     return StagePlan(
         f"stage {name!r}", f"{STEPS}.package_stage:PackageStage", record.needs, record.columns, record, role, arguments
@@ -128,5 +125,5 @@ def _order_stages(
 
 
 def _pick_penalized(needs: Sequence[str]) -> str:
-    """Return the column from which the KL term is subtracted, of those that the advantage reads."""
+    """Return the column from which the KL term is subtracted, chosen by the columns that the advantage reads."""
     return next((name for name in ("kl_penalty", "token_rewards") if name in needs), "reward")

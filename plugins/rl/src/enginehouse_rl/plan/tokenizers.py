@@ -1,7 +1,7 @@
-"""Checks by the two tokenizers that a model beside the actor's reads the actor's tokens.
+"""Checks that a model beside the actor's uses the actor's tokens, by comparing the two tokenizers.
 
-The sizes of embeddings do not show that: models of one family pad theirs to different sizes, and tokenizers of
-different families may have as many tokens.
+Comparing the sizes of embeddings is not enough. Models of one family pad their embeddings to different sizes, and
+tokenizers of different families may have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Tokens(NamedTuple):
 
 
 def vocabulary(model: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a model, given its `config.json`, has a row for; None where that is not known."""
+    """Return the number of tokens for which a model has an embedding, from its `config.json`; None if unknown."""
     number = (model.get("text_config") or model).get("vocab_size")
     return number if isinstance(number, int) else None
 
 
 def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
-    """Return the tokens of the tokenizer in the directory `path`; None if it cannot be read."""
+    """Return the tokens of the tokenizer in a directory; None if it cannot be read."""
     file = Path(path) / "tokenizer.json"
     try:
         if not file.is_file():
@@ -56,19 +56,18 @@ def check_tokens(
     models: tuple[Mapping[str, Any], Mapping[str, Any]],
     trust_remote_code: bool,
 ) -> None:
-    """Check that a role's model reads the actor's tokens.
+    """Check that a role's model uses the actor's tokens.
 
-    An added token of another name is only noted, because chat models of one family rename those they do not use.
+    An added token with another name is only noted, because chat models of one family rename those they do not use.
 
     Args:
-        findings: gets the note.
-        role: the role, which is its section's key too.
-        paths: the directories of the actor's model and of the role's.
-        models: their `config.json`.
-        trust_remote_code: passed to transformers, for a tokenizer that only it can read.
+        role: the name of the role, which is also the key of its section.
+        paths: the directories of the actor's model and of the role's model.
+        models: the `config.json` of both models.
+        trust_remote_code: passed to transformers, for a tokenizer that only transformers can read.
 
     Raises:
-        ModelError: the tokens differ, or, if a tokenizer cannot be read, the sizes of the vocabularies.
+        ModelError: the tokens differ or, if a tokenizer cannot be read, the sizes of the vocabularies differ.
     """
     actor, own = (read_tokens(path, trust_remote_code) for path in paths)
     sizes = [vocabulary(model) for model in models]
@@ -89,7 +88,7 @@ def check_tokens(
         token, actors = _name_token(own, wrong[0]), _name_token(actor, wrong[0])
         raise ModelError(
             f"{role}.path: {paths[1]} has {token}, where model.path has {actors}, and {len(wrong)} of "
-            f"{len(actor.strings)} tokens are other ones there: {cure}"
+            f"{len(actor.strings)} tokens differ there: {cure}"
         )
     if differing:
         first = min(differing)

@@ -1,5 +1,3 @@
-"""The trackers of a plan; `enginehouse_rl.plan.parts.directory` checks them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,12 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrackerPlan:
-    """A tracker of a run.
+    """A tracker of a run; `enginehouse_rl.plan.parts.directory` checks it.
 
     Attributes:
-        name: its name in the config.
         tracker: `"module:Class"`.
-        arguments: the arguments of the class; `"${NAME}"` in them is replaced only when the tracker is made.
+        arguments: the arguments of the class. `"${NAME}"` in them is replaced only when the tracker is created.
         packages: requirement strings of the packages that it needs, for the record of versions.
     """
 

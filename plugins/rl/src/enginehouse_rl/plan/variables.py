@@ -1,4 +1,4 @@
-"""Checks the environment variables that a config gives to the processes of a role (`engine.env`)."""
+"""Checks the environment variables that a config sets for the processes of a role (`engine.env`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECIDED = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the process's rank decides it"),
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "the rendezvous of the role's processes decides it"),
 }
-"""Variables that a config cannot set, each with what decides it."""
+"""Variables that a config cannot set, each with the reason."""
 BEFORE = "it is read as a process starts, and these have started by then: set it where enginehouse, or Ray, is started"
 DECIDED_BY_PREFIX = {
     "RAY_": "it is Ray's: set it where enginehouse, or Ray, is started",
@@ -34,12 +34,11 @@ DECIDED_BY_PREFIX = {
 
 
 def check_variables(findings: Findings, key: str, variables: Mapping[str, str], launcher: str) -> None:
-    """Refuse variables that cannot be set, and secrets that stand in the config.
+    """Reject variables that cannot be set, and secrets that are written in the config.
 
     Args:
         key: the config key of the variables: `"actor.engine.env"`.
-        variables: the values by name; `${NAME}` in them stands for a variable of this process.
-        launcher: `cluster.launcher`.
+        variables: the values by name. `${NAME}` in a value stands for a variable of this process.
     """
     for name in variables:
         by_prefix = (reason for prefix, reason in DECIDED_BY_PREFIX.items() if name.startswith(prefix))
@@ -54,7 +53,7 @@ def check_variables(findings: Findings, key: str, variables: Mapping[str, str], 
 
 
 def check_agreement(findings: Findings, roles: Mapping[str, RolePlan]) -> None:
-    """Refuse a variable that two roles in the same processes set to different values; `roles` are by name."""
+    """Reject a variable that two roles in the same processes set to different values."""
     settings: dict[tuple[str, str], tuple[str, str]] = {}
     for name, role in roles.items():
         host = role.shares or name

@@ -1,4 +1,4 @@
-"""Bradley-Terry fits scores so that the better response of a pair scores above the worse as often as people judge so.
+"""Bradley-Terry fits scores so that the better response of a pair scores higher as often as people prefer it.
 
 Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1; the margin is
 that of Touvron et al. 2023, "Llama 2", eq. 2.
@@ -16,8 +16,8 @@ def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> J
     """Compute `-log sigmoid(s_w - s_l - margin)` of each pair.
 
     Args:
-        scores: The scores, `(2 * pairs,)`: of each pair the better, then the worse response.
-        margin: The least difference that is wanted of each pair, `(pairs,)`; None: 0.
+        scores: The scores `(2 * pairs,)`: for each pair the better response, then the worse.
+        margin: The minimum difference wanted for each pair, `(pairs,)`; None: 0.
     """
     scores = make_leaf(scores)
     better, worse = scores.view(-1, 2).unbind(1)

@@ -1,7 +1,7 @@
-"""DPO trains a policy by pairs of responses; the policy, relative to a reference, is its own reward model.
+"""DPO trains a policy on pairs of responses. The policy, relative to a reference, is its own reward model.
 
-The reward of a response is `beta * (log policy - log reference)`. The loss depends on the margin between the rewards of
-the chosen and the rejected response. With h the margin of the log ratios:
+The reward of a response is `beta * (log policy - log reference)`. The loss depends on the difference between the
+rewards of the chosen and the rejected response. With h the difference of their log ratios:
 
 | loss | of a pair | source |
 |---|---|---|
@@ -34,12 +34,12 @@ def dpo(
     """Compute the loss of each pair.
 
     Args:
-        policy: The policy's sums of logprobs, `(2 * pairs,)`: of each pair the chosen, then the rejected response.
-        reference: The reference's sums, in the same order.
+        policy: Sums of the policy's logprobs, `(2 * pairs,)`: for each pair the chosen response, then the rejected.
+        reference: Sums of the reference's logprobs, in the same order.
         tokens: The lengths of the responses, for the means of `ipo`.
         loss: The loss, as in the table above.
-        beta: The cost of leaving the reference.
-        label_smoothing: The share of wrong labels that `sigmoid` assumes.
+        beta: Strength with which the policy is kept close to the reference.
+        label_smoothing: Fraction of wrong labels that `sigmoid` assumes.
     """
     policy = make_leaf(policy)
     ratios = policy - reference.double()

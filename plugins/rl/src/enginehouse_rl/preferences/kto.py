@@ -1,4 +1,4 @@
-"""KTO trains on single responses that are labelled good or bad, by a value function of prospect theory.
+"""KTO trains on single responses that are labelled good or bad, with a value function of prospect theory.
 
 Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", eq. 8.
 """
@@ -20,17 +20,17 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Judgement:
-    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` of each response, + if it is desirable.
+    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` for each response, with + if it is desirable.
 
     `r` is the log ratio of policy and reference. `z0` estimates the policy's distance from the reference by the mean
     log ratio of responses to other prompts; it is at least 0 and has no gradient.
 
     Args:
-        policy: The policy's sums of logprobs of responses, `(rows,)`.
-        reference: The reference's sums, `(rows,)`.
+        policy: Sums of the policy's logprobs of the responses, `(rows,)`.
+        reference: Sums of the reference's logprobs, `(rows,)`.
         label: True for desirable responses, bool `(rows,)`.
-        mismatched: Log ratios of responses after prompts to which they do not belong.
-        beta: The cost of leaving the reference.
+        mismatched: Log ratios of responses to prompts to which they do not belong.
+        beta: Strength with which the policy is kept close to the reference.
         desirable_weight: The paper's lambda for desirable responses.
         undesirable_weight: The paper's lambda for other responses.
     """

@@ -1,4 +1,4 @@
-"""The loops over preferences train a policy by DPO or KTO, or a reward model, on the same engines."""
+"""The loops that train on preferences: a policy by DPO or KTO, or a reward model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 LN_2 = math.log(2)
 BY_ROW = {"aggregation": "sequence_mean_token_sum"}
-"""The linear losses are means over rows of the rows' sums (`with_weights`)."""
+"""The linear losses are means over rows of each row's sum (`with_weights`)."""
 
 
 class PreferenceTrainer(Loop):
-    """Trains the actor of a plan on preferences: a forward pass, the loss by row, an update (`slopes`)."""
+    """Trains the actor of a plan on preferences. A step is a forward pass, the loss of each row, and an update
+    (`slopes`)."""
 
     plan: PreferencePlan
     loss: LossSpec
@@ -60,10 +61,9 @@ class PreferenceTrainer(Loop):
 
     @abstractmethod
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
-        """Return the update's rows of some items, with `input_ids` and `loss_mask`, and their losses as of now."""
+        """Return the rows of some items for the update, with `input_ids` and `loss_mask`, and their current losses."""
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """Run one step: judge the next items, and update on them."""
         with self.clock.phase("data"):
             items = self.items.next()
         with self.clock.phase("score"):
@@ -83,7 +83,7 @@ class PreferenceTrainer(Loop):
         super().log(step, {**metrics, "loss": self._loss})  # the update reports its linear loss
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
-        """Return the figures of all held-out items, as of now."""
+        """Return the current metrics of all held-out items."""
         parts = split_items(len(held_out), self.items.rows_per_step)
         return means([self.judge(held_out.rows(part))[1] for part in parts])
 
@@ -97,7 +97,7 @@ class PreferenceTrainer(Loop):
 def split_items(items: int, each: int) -> list[range]:
     """Split items into parts of `each`.
 
-    A single last item joins the part before it, because KTO would compare its response with itself.
+    A single last item joins the part before it, because KTO would otherwise compare its response with itself.
     """
     starts = [*range(0, items, each)]
     if len(starts) > 1 and items - starts[-1] == 1:
@@ -106,13 +106,12 @@ def split_items(items: int, each: int) -> list[range]:
 
 
 def below_chance(losses: Sequence[float]) -> bool:
-    """Return True if losses lie below ln 2, the loss of uninformative scores, by twice their mean's error."""
+    """True if the mean loss is below ln 2, the loss of uninformative scores, by more than twice its standard error."""
     error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
     return statistics.fmean(losses) < LN_2 - 2 * error
 
 
 def means(judgements: list[Judgement]) -> dict[str, float]:
-    """Return the mean loss, and the mean of each metric that has values."""
     values = {"loss": torch.cat([judgement.losses for judgement in judgements])}
     for name in judgements[0].metrics:
         values[name] = torch.cat([judgement.metrics[name] for judgement in judgements])
@@ -152,7 +151,7 @@ class DPOTrainer(PreferenceTrainer):
         )
 
     def _compute_logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the responses' logprobs by the policy and by the reference."""
+        """Return the sum of each response's logprobs by the policy and by the reference."""
         policy = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
         reference = self.roles.score_by_reference(rows, Outputs())
         return row_sums(policy["logprobs"]), row_sums(reference["reference_logprobs"])
@@ -169,8 +168,8 @@ class RewardModelTrainer(PreferenceTrainer):
         losses = [row["loss"] for row in self.progress.history.recent()]
         if step == self.steps and not self._has_margins and not below_chance(losses):
             self.progress.note(
-                f"nothing learnt yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, and "
-                f"that of scores that say nothing is ln 2, {LN_2:.3f}; try more steps or a larger "
+                f"nothing learned yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, "
+                f"and that of uninformative scores is ln 2, {LN_2:.3f}; try more steps or a larger "
                 "actor.engine.options.lr"
             )
 
@@ -183,6 +182,5 @@ class RewardModelTrainer(PreferenceTrainer):
 
 
 def trainer(plan: PreferencePlan, run: RunDirectory, progress: Progress) -> PreferenceTrainer:
-    """Return the trainer of a plan."""
     kind = RewardModelTrainer if isinstance(plan.config, RMConfig) else DPOTrainer
     return kind(plan, run, progress)

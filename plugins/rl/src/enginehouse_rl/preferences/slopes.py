@@ -1,10 +1,10 @@
-"""Losses of pairs become weights of rows, so that engines which see rows one by one can train them.
+"""Turns losses of pairs into weights of rows, so that engines which process rows one by one can train on pairs.
 
-A preference loss reads one figure a row: the sum of its response's logprobs, or its score. `forward` returns the
-figures. The controller computes the loss and its derivative by each figure in float64. The update minimises the linear
-loss with these derivatives as weights (`weighted_logprob`, `weighted_value`). Its gradient is that of the loss itself
-at the model's current weights, on every engine and for every split of rows over ranks and micro-batches. The method
-costs one more forward pass and is exact for one optimizer step without dropout.
+A preference loss depends on one number per row: the sum of its response's logprobs, or its score. `forward` returns
+these numbers. The controller computes the loss, and its derivative by each number in float64. The update minimizes the
+linear loss with these derivatives as weights (`weighted_logprob`, `weighted_value`). At the model's current weights its
+gradient equals that of the loss itself, on every engine and for every split of rows over ranks and micro-batches. The
+method costs one more forward pass. It is exact for one optimizer step without dropout.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Judgement:
     """The losses of a step's rows, and their derivatives.
 
     Attributes:
-        losses: The loss of each pair, or of each row if there are no pairs, float64; their mean is minimised.
-        slopes: The derivative of that mean by each row's figure, float64 `(rows,)`.
+        losses: The loss of each pair, or of each row if there are no pairs, float64; their mean is minimized.
+        slopes: The derivative of that mean by each row's number, float64 `(rows,)`.
         metrics: The values of each further metric, float64.
     """
 
@@ -34,18 +34,18 @@ class Judgement:
 
 
 def differentiate(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> Judgement:
-    """Differentiate losses by the rows' figures, a leaf; metrics lose their gradient."""
+    """Differentiate losses by the rows' numbers, which must be a leaf. The metrics lose their gradient."""
     (slopes,) = torch.autograd.grad(losses.mean(), figures)
     return Judgement(losses.detach(), slopes, {name: values.detach() for name, values in metrics.items()})
 
 
 def accuracy(above: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each pair whose better response is above the other, 0 below, and a half for a tie."""
+    """Return 1 for each pair whose better response scores higher, 0 if it scores lower, and 0.5 for a tie."""
     return (above.detach().sign() + 1) / 2
 
 
 def make_leaf(figures: torch.Tensor) -> torch.Tensor:
-    """Return figures as a float64 leaf, to differentiate by."""
+    """Return numbers as a float64 leaf tensor, for differentiation."""
     return figures.detach().double().requires_grad_()
 
 
@@ -54,7 +54,7 @@ def with_weights(batch: Batch, slopes: torch.Tensor) -> Batch:
 
     Args:
         batch: The rows of the update, with `loss_mask`.
-        slopes: The derivative of the loss by each row's figure, float64 `(rows,)`.
+        slopes: The derivative of the loss by each row's number, float64 `(rows,)`.
     """
     mask = batch.ragged("loss_mask")
     weights = np.repeat((-len(batch) * slopes).float().numpy(), mask.lengths.numpy())

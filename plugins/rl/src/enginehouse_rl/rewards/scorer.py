@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 class Scorer:
     """Scores rows as they come. Must be called on one event loop.
 
-    All requests of one turn of the loop go to the pool together, and all results that the pool's thread brings
-    meanwhile are handed back together, because waking the other thread makes both wait for the interpreter.
+    All requests of one turn of the loop go to the pool together. All results that the pool's thread brings meanwhile
+    are also returned together, because each wake-up of the other thread makes both wait for the GIL.
 
     Args:
-        pool: Pool that scores.
         rows: Number of rows of a step or a validation. The pool limits failures to a fraction of it.
     """
 
@@ -41,7 +40,7 @@ class Scorer:
 
         Raises:
             RewardError: As for `RewardPool.score`.
-            ConfigError: A figure has a name that no metric can have.
+            ConfigError: The reward returned a metric with a reserved or invalid name.
         """
         loop = asyncio.get_running_loop()
         if not self._requests:
@@ -69,7 +68,7 @@ class Scorer:
             future.add_done_callback(partial(self._note, loop, scored))
 
     def _note(self, loop: asyncio.AbstractEventLoop, scored: asyncio.Future[Scores], future: Future[Scores]) -> None:
-        """Note that a request has ended. Called by the pool's thread."""
+        """Record that a request has ended. Called by the pool's thread."""
         self._results.append((scored, future))
         if len(self._results) == 1:
             with suppress(RuntimeError):  # the loop was closed: nobody waits any more

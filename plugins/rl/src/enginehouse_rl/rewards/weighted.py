@@ -1,4 +1,4 @@
-"""The rewards of a run, each with its own pool. The run trains on their weighted sum."""
+"""The rewards of a run, each with a separate pool. The run trains on their weighted sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.rewards import RewardPlan
 
 EPSILON = 1e-6
-"""Number added to a deviation before dividing by it."""
 
 Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[RowScore]]]
 
@@ -40,7 +39,7 @@ class WeightedRewards:
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
-        """Return a function that scores rows as they come, on one event loop. `rows` is that of `Scorer`."""
+        """Return a function that scores rows as they come, on one event loop. `rows` is the argument of `Scorer`."""
         scorers = [Scorer(pool, rows) for pool in self._pools]
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
@@ -63,26 +62,27 @@ class WeightedRewards:
         return score
 
     def make_benchmark_scorer(self, rows: int) -> Scoring:
-        """Return the function that scores responses to a benchmark. `rows` is that of `Scorer`."""
+        """Return the function that scores responses to a benchmark. `rows` is the argument of `Scorer`."""
         assert self._benchmarks is not None  # the plan has a benchmark
         return Scorer(self._benchmarks, rows)
 
     def close(self) -> None:
-        """Close the pools."""
         self._open.close()
 
     def _sum(self, scores: Sequence[RowScore]) -> RowScore:
-        """Combine a row's scores into one. A failed reward counts 0 if the run continues, and a reward that abstains
-        does not count. The first answer is used.
+        """Combine a row's scores into one.
+
+        A failed reward counts 0 if the run continues, and a reward that abstains does not count. The first answer is
+        used.
 
         Raises:
-            RewardError: All rewards abstain, and the run is to end for a row without a score.
+            RewardError: All rewards abstain, and a row without a score ends the run.
         """
         if all(score.abstains for score in scores):
             if self._plan.config.reward.on_error == "fail":
                 raise RewardError(
-                    "every reward abstained from a row (returned None), so that it has no score: have one judge it, or "
-                    "set reward.on_error=leave_out"
+                    "every reward abstained from a row (returned None), so that it has no score: let one of them "
+                    "score it, or set reward.on_error=leave_out"
                 )
             return RowScore(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}
@@ -104,12 +104,11 @@ class WeightedRewards:
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
     """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config.
 
-    If a reward is to be normalised over its group or the batch, `reward` is computed again from the normalised rewards
-    and from what the environment scored besides. Like `reward`, they are 0 except in an episode's last row.
+    If a reward is to be normalized over its group or the batch, `reward` is recomputed as the sum of the normalized
+    rewards and of the environment's own part of the score. Both columns are 0 except in the last row of an episode.
 
     Args:
-        samples: All samples of a step in complete groups, as of `collect_rows`.
-        rewards: Rewards of the run.
+        samples: All samples of a step in complete groups, as `collect_rows` returns them.
     """
     if not rewards:
         return samples.with_columns(rewards=torch.empty(len(samples), 0))
@@ -144,7 +143,7 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
 
 
 def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
-    """Make the pool in which lm-eval scores. A response that it cannot score counts 0, and as a failure."""
+    """Make the pool in which lm-eval scores. A response that it cannot score counts as 0 and as a failure."""
     section = plan.config.reward
     return RewardPool(
         "enginehouse_rl.benchmarks.scoring:score",
@@ -158,7 +157,6 @@ def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
 
 
 def _make_pool(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
-    """Make the pool of one of a plan's rewards."""
     section = plan.config.reward
     return RewardPool(
         reward.function,

@@ -1,5 +1,3 @@
-"""A clock for steps and their phases."""
-
 from __future__ import annotations
 
 import time
@@ -20,11 +18,12 @@ class StepClock:
             ...
     clock.metrics()     # {"time/step": 0.31, "time/generate": 0.30}
     ```
-    A phase entered twice in a step counts once with the sum; a phase inside another counts for both. A phase outside
-    any step is only drawn. A phase that raises is drawn and counted too.
+
+    If a phase occurs twice in a step, its seconds are added. A phase inside another phase counts for both. A phase
+    outside any step is only drawn. A phase that raises an error is drawn and counted too.
 
     Attributes:
-        timeline: The timeline to draw on; None draws nowhere.
+        timeline: The timeline to draw on; None: nothing is drawn.
     """
 
     def __init__(self, timeline: Timeline | None = None):
@@ -34,7 +33,7 @@ class StepClock:
 
     @contextmanager
     def step(self, step: int, phases: Iterable[str] = ()) -> Iterator[None]:
-        """Measure one step, and forget the phases before it. Each of `phases` counts 0 seconds until entered."""
+        """Measure one step, and forget earlier phases. Each of `phases` counts 0 seconds until it is entered."""
         self._seconds = dict.fromkeys(phases, 0.0)
         self._step = step
         started = time.monotonic()
@@ -46,7 +45,6 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase of the current step."""
         started = time.monotonic()
         try:
             yield

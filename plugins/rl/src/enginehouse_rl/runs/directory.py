@@ -1,4 +1,4 @@
-"""The run directory holds everything that a run writes, so that it can be moved, read and compared.
+"""The run directory contains everything that a run writes, so that it can be moved, read and compared.
 
 `docs/run-directory.md` lists its files.
 """
@@ -45,32 +45,29 @@ class RunRemoved(EnginehouseError):
 
 
 class RunDirectory:
-    """A run's directory. Nothing is made or deleted before `open`; `finish` ends it.
+    """A run's directory. Nothing is created or deleted before `open`; `finish` ends it.
 
     Args:
-        path: The directory; its parents are made.
-        config: The config as YAML, written to `config.yaml`.
+        path: The directory. Missing parents are created.
+        config: The config as YAML, for `config.yaml`.
         overwrite: Delete an earlier run.
-        spare_unfinished: Refuse to delete an unfinished run that left checkpoints.
+        spare_unfinished: Do not delete an unfinished run that left checkpoints.
         command: The command that started the run, for `run.json`.
         packages: Further distributions whose versions are recorded.
         resumed: The checkpoint from which a run of this directory resumes. `open` then deletes only what that run wrote
-            after it, and ignores `overwrite`.
+            after the checkpoint, and ignores `overwrite`.
         checkpoints_kept: Number of the newest checkpoints that are kept.
-        models_kept: Number of the newest models of steps that are kept; None keeps all.
+        models_kept: Number of the newest models of steps that are kept; None: all.
         trackers: Trackers that also receive the metrics, from `open` to `finish`.
 
     Attributes:
         path: The absolute path.
-        opened: True if the directory is this run's.
+        opened: True if the directory belongs to this run.
         clock: Measures steps and phases, and draws them on the timeline.
         timeline: The run's timeline, once the run is open.
-        checkpoints: The run's checkpoints.
-        models: The run's saved models.
         last_step: The last step whose metrics were written; 0 before the first.
         validated_step: The last step whose validation was written; -1 before the first.
-        observers: The observers of the run, in the order in which they are told its events; trackers are the first.
-        alarms: The rows of `alarms.jsonl`, with those from before a resume.
+        observers: The observers of the run, in the order in which they get its events; trackers come first.
     """
 
     record: RunRecord
@@ -105,12 +102,12 @@ class RunDirectory:
         self.observers: list[Observer] = [*self._trackers]
 
     def open(self) -> None:
-        """Make the directory, or resume the run there, and lock it for this process until `finish`.
+        """Create the directory, or resume the run there, and lock it for this process until `finish`.
 
         With `overwrite`, an earlier run is deleted first.
 
         Raises:
-            ConfigError: The directory cannot be made, holds something else or a run that is still running, or holds an
+            ConfigError: The directory cannot be created, has other content, contains a running run, or contains an
                 earlier run and `overwrite` is not set.
         """
         self._check()  # before anything is made
@@ -138,8 +135,8 @@ class RunDirectory:
         )
         if resumed is not None and read_record(self.path) != resumed.record:
             raise ConfigError(
-                f"--resume: another process went on with the run in {self.path} meanwhile. Look how it ended, and "
-                "start this one again"
+                f"--resume: another process went on with the run in {self.path} meanwhile. Check how that process "
+                "ended, and run this command again"
             )
 
     def _empty(self) -> None:
@@ -180,7 +177,7 @@ class RunDirectory:
         )
 
     def _cut_after(self, resumed: Checkpoint) -> None:
-        """Delete what an earlier run wrote after a checkpoint, except its models, which are overwritten later."""
+        """Delete what an earlier run wrote after a checkpoint, except its models, which this run overwrites later."""
         step = resumed.step
         names = ("metrics.jsonl", "validation.jsonl", "alarms.jsonl")
         files = [[row for row in read_whole_lines(self.path / name) if _step_in(row) <= step] for name in names]
@@ -203,26 +200,26 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
-        """Return an open run directory; arguments are the class's, and errors are those of `open`."""
+        """Return an open run directory. Arguments are those of the class, and errors are those of `open`."""
         run = cls(path, config, **details)
         run.open()
         return run
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since the run was opened, plus those up to the checkpoint in a resumed run."""
+        """Seconds since the run was opened; in a resumed run, plus the seconds up to the checkpoint."""
         return time.monotonic() - self._started
 
     def tell(self, event: str, **content: Any) -> None:
-        """Tell an event to all observers."""
+        """Send an event to all observers."""
         for observer in self.observers:
             observer.tell(event, **content)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics and tell the observers; the disk has not necessarily stored the metrics by then.
+        """Write a step's metrics and notify the observers. The metrics may not be stored on disk yet when this returns.
 
         Raises:
-            RunRemoved: The directory was removed, and its metrics were put back; or it belongs to another run now.
+            RunRemoved: The directory was removed, and its metrics were written again; or it belongs to another run now.
         """
         if removed := self._put_back():
             raise removed
@@ -231,7 +228,7 @@ class RunDirectory:
         self.tell("step_finished", step=step, metrics=metrics)
 
     def _put_back(self) -> RunRemoved | None:
-        """Restore the directory if somebody removed it, and return the error that reports this."""
+        """Restore the directory if somebody removed it, and return the error that reports the removal."""
         if self._metrics.in_place:
             return None
         # Whatever was saved must be assumed lost.
@@ -262,34 +259,27 @@ class RunDirectory:
             self.record.update(trackers=problems)
 
     def flush(self) -> None:
-        """Store on disk the metrics and the timeline that a resumed run needs."""
+        """Store on disk the metrics and the timeline, which a resumed run needs."""
         self.timeline.flush()
         self._metrics.to_disk()
 
     def log_validation(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
-        """Write a validation's metrics, and tell the observers; step 0 is the untrained model.
+        """Write a validation's metrics, and notify the observers. Step 0 is the untrained model.
 
-        `how` says in a word or two how responses were drawn: `"greedy"`.
+        `how` says in a word or two how responses were sampled: `"greedy"`.
         """
         self._append("validation.jsonl", {"step": step, **metrics})
         self.validated_step = step
         self.tell("validated", step=step, metrics=metrics, how=how)
 
     def log_alarm(self, step: int, alarm: str, problem: str, advice: str) -> None:
-        """Write an alarm to `alarms.jsonl`, and tell the observers.
-
-        Args:
-            step: The step after which it was raised.
-            alarm: The alarm's name.
-            problem: A description of the problem.
-            advice: A suggested fix.
-        """
+        """Write an alarm to `alarms.jsonl`, and notify the observers."""
         self.alarms.append({"step": step, "alarm": alarm, "said": problem, "advice": advice})
         self._append("alarms.jsonl", self.alarms[-1])
         self.tell("alarmed", alarm=self.alarms[-1])
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a rarely written file; the row is on disk when this returns."""
+        """Append a row to a file that is rarely written; the row is on disk when this returns."""
         lines = JsonLines(self.path / name)
         lines.append(row)
         lines.to_disk()
@@ -298,22 +288,22 @@ class RunDirectory:
     def write_samples(
         self, step: int, rows: Iterable[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
     ) -> Path:
-        """Write the samples of a step or a validation, one row each: `prompt`, `response`, `reward`, ..."""
+        """Write one row for each sample of a step or a validation: `prompt`, `response`, `reward`, ..."""
         path = self.path / "samples" / f"{kind}-{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         write_json_lines(path, rows)
         return path
 
     def clear_partial(self) -> None:
-        """Delete partly written checkpoints and models, and put back a model whose replacement was interrupted.
+        """Delete partly written checkpoints and models, and restore a model whose replacement was interrupted.
 
-        Nothing may be writing meanwhile.
+        Nothing else may write to the directory at the same time.
         """
         self.checkpoints.clear_partial()
         self.models.clear_partial()
 
     def finish(self, status: Outcome, error: str | None = None, traceback: str | None = None) -> None:
-        """Record the end of the run and close its files. A failed write is logged, not raised.
+        """Record the end of the run and close its files. Failed writes are logged and do not raise.
 
         Args:
             status: `"finished"`, `"interrupted"` or `"failed"`.
@@ -339,10 +329,9 @@ class RunDirectory:
             except Exception as problem:
                 problems.add(str(problem) or repr(problem))
         if problems:
-            log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
+            log.warning("the end of the run could not be written completely to %s: %s", self.path, "; ".join(problems))
 
 
 def _step_in(row: Mapping[str, Any]) -> float:
-    """Return a row's step, or infinity if the row has none."""
     step = row.get("step")
     return step if isinstance(step, int) else math.inf

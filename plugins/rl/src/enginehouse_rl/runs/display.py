@@ -1,4 +1,4 @@
-"""The display of a run on a terminal: lines that fit its width and height, most important first."""
+"""The display of a run on a terminal: lines that fit its width and height, the most important first."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from enginehouse_rl.runs.progress import Progress
 
 LABEL, VALUE, MEAN, SPARK = 10, 8, 13, 48
-"""The columns of a figure's name, of its value and of its mean, and the most columns of its sparkline."""
+"""Column widths of a metric's name, value and mean, and the maximum width of its sparkline."""
 NARROW = 20
-"""Columns below which long lines are cut off instead of wrapped."""
+"""Width in columns below which long lines are cut off instead of wrapped."""
 MOST_REPLICAS = 4
-"""The most replicas that are shown one by one; more are counted by state."""
+"""Maximum number of replicas that are shown one by one; more are counted by state."""
 ALARMS_SHOWN = 3
 SHORTEST = 0.01
-"""The least share of a step's time at which a phase is shown."""
+"""Smallest fraction of a step's time for which a phase is shown."""
 
 
 class Line(NamedTuple):
-    """A line of the display and its rank: where not all lines fit, those of the largest rank are left out first."""
+    """A line of the display and its rank. If not all lines fit, those with the largest rank are left out first."""
 
     text: Text
     rank: int
 
 
 class Display:
-    """Draws a run's progress as it is at that moment. A renderable of rich."""
+    """Draws a run's current progress. A renderable of rich."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -124,7 +124,7 @@ class Display:
 
 
 def describe_replicas(replicas: Sequence[ReplicaStatus]) -> str:
-    """Describe replicas one by one, or many by their counts by state, their oldest weights and all their requests."""
+    """Describe each replica; of many replicas, only the counts by state, the oldest weights and all requests."""
     if len(replicas) <= MOST_REPLICAS:
         return "; ".join(
             f"replica {status.number}: {status.state}"
@@ -139,7 +139,7 @@ def describe_replicas(replicas: Sequence[ReplicaStatus]) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return a duration in words: `"46 s"`, from two minutes on `"12 min 5 s"`, from two hours on `"3 h 5 min"`."""
+    """Return a duration in words: `"46 s"`; from two minutes on `"12 min 5 s"`; from two hours on `"3 h 5 min"`."""
     if seconds is None:
         return "?"
     whole = round(seconds)

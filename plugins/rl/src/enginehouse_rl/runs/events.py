@@ -1,20 +1,17 @@
 """`--json` writes one JSON object a line to standard output, each an event of the run, and nothing else.
 
-Each has `event`, and:
+Each object has `event`, and:
 
-| event | when | beside it |
-|---|---|---|
-| `plan` | first, once the plan is accepted | `run`, `directory`, `plan`: what `enginehouse plan` prints |
-| `start` | before the first step | `steps`, `done`: how many there are, and those that an earlier process took |
-| `step` | after each step | `step`, `metrics`: as in `metrics.jsonl` |
-| `validation` | after each validation | `step`, `metrics`: as in `validation.jsonl`; `how` responses were drawn |
-| `alarm` | once each | `step`, `alarm`, `said`, `advice`: as in `alarms.jsonl` |
-| `note` | now and then | `text` |
-| `saved` | after each model and checkpoint | `step`, `what`: `model` or `state`, `path` |
-| `end` | last | `status`: `finished`, `interrupted` or `failed`, `steps`, `directory`, `model`, `alarms`, `error` |
+| event | when | beside it | |---|---|---| | `plan` | first, once the plan is accepted | `run`, `directory`, `plan`:
+what `enginehouse plan` prints | | `start` | before the first step | `steps`, `done`: the number of all steps, and of
+those that an earlier process took | | `step` | after each step | `step`, `metrics`: as in `metrics.jsonl` | |
+`validation` | after each validation | `step`, `metrics`: as in `validation.jsonl`; `how` responses were drawn | |
+`alarm` | once each | `step`, `alarm`, `said`, `advice`: as in `alarms.jsonl` | | `note` | now and then | `text` | |
+`saved` | after each model and checkpoint | `step`, `what`: `model` or `state`, `path` | | `end` | last | `status`:
+`finished`, `interrupted` or `failed`, `steps`, `directory`, `model`, `alarms`, `error` |
 
-`steps` and `model` of `end` are the last step whose metrics were written, and the path of the newest model or null.
-A config that is refused has no event: the exit code is 2, and the reason on standard error.
+In `end`, `steps` is the last step whose metrics were written, and `model` is the path of the newest model or null. A
+rejected config causes no event: the exit code is 2, and the reason is on standard error.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ from typing import Any
 from enginehouse_rl.runs.jsonlines import encode_row
 
 Emit = Callable[..., None]
-"""Writes an event, by its name and content."""
+"""Writes an event, given its name and content."""
 
 
 @contextlib.contextmanager
 def events_on_stdout() -> Iterator[Emit]:
     """Take over standard output, and yield the function that writes events there.
 
-    Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. A reader that goes
-    away is no error: the run continues without it. Nothing comes after `end`, even if a slow ending is cut off.
+    Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. If the reader goes
+    away, the run continues without it. Nothing is written after `end`, even if a slow shutdown is cut off.
     """
     has_ended = False
     sys.stdout.flush()

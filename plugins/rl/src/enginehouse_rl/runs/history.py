@@ -1,4 +1,4 @@
-"""The few figures of a run that its display, its alarms and its summary need."""
+"""Keeps the metrics of a run that its display, its alarms and its summary need."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from enginehouse_rl.runs.sparkline import Series
 from enginehouse_rl.runs.validations import Validations
 
 WINDOW = 10
-"""Number of steps over which a shown figure is averaged."""
+"""Number of steps over which a displayed metric is averaged."""
 KEPT = 4 * WINDOW
-"""Number of last steps whose metrics are kept whole."""
+"""Number of last steps of which all metrics are kept."""
 TRACED = frozenset(
     ("reward/mean", "loss", "accuracy", "entropy", "kl", "response/tokens_mean", "grad_norm", "tokens_per_second")
 )
-"""Metrics that are kept over the whole run."""
+"""Metrics whose values are kept over the whole run."""
 
 
 class History:
-    """Keeps the metrics of a run's first and last steps, and not those between.
+    """Keeps all metrics of a run's first and last steps, and only a few of the steps between.
 
     Attributes:
-        steps: The number of steps that the run takes; 0 where unknown.
+        steps: The number of steps that the run takes; 0 if unknown.
         step: The last step that ended.
         first: The metrics of the first `WINDOW` steps.
         last: The metrics of the last `KEPT` steps.
-        validations: The run's validations.
         series: The values of each metric in `TRACED` over the whole run.
     """
 
@@ -42,13 +41,12 @@ class History:
         self._done = 0
 
     def start(self, steps: int, done: int = 0) -> None:
-        """Start the time, before the first step of this process; an earlier process took `done` steps."""
+        """Start measuring time, before the first step of this process; an earlier process took `done` steps."""
         self.steps = steps
         self.step = self._done = done
         self._started = self._ended = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a step's metrics."""
         self.step = step
         self._ended = time.perf_counter()
         if len(self.first) < WINDOW:
@@ -59,12 +57,12 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the start to the end of the last step, in this process."""
+        """Seconds from the start to the end of the last step, in this process."""
         return self._ended - self._started
 
     @property
     def steps_per_second(self) -> float:
-        """The speed over the steps of this process; 0 before the first."""
+        """Steps per second of this process; 0 before its first step."""
         return self.steps_taken / self.seconds if self.steps_taken and self.seconds > 0 else 0.0
 
     @property
@@ -74,16 +72,15 @@ class History:
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate of the seconds to the last step; None before the first."""
+        """An estimate of the seconds until the last step ends; None before the first step."""
         rate = self.steps_per_second
         return max(self.steps - self.step, 0) / rate if rate else None
 
     def recent(self, count: int = WINDOW) -> list[Mapping[str, float]]:
-        """Return the metrics of the last `count` steps, or of all where there are fewer; at most `KEPT`."""
+        """Return the metrics of the last `count` steps, at most `KEPT`."""
         return list(self.last)[-count:]
 
     def names(self) -> list[str]:
-        """Return the names of the last step's metrics."""
         return list(self.last[-1]) if self.last else []
 
     def now(self, name: str) -> float | None:
@@ -91,9 +88,9 @@ class History:
         return _average(self.recent(), name)
 
     def change(self, name: str) -> tuple[float, float, int] | None:
-        """Return a metric's means over the first and the last steps, and the number of steps in each mean.
+        """Return a metric's mean over the first steps, its mean over the last steps, and the number of steps in each.
 
-        The two groups of steps do not overlap. None before the second step, or if either group lacks the metric.
+        The first and the last steps do not overlap. None before the second step, or if either part lacks the metric.
         """
         count = min(WINDOW, self.step // 2, len(self.last))
         if not count:
@@ -102,7 +99,7 @@ class History:
         return None if first is None or last is None else (first, last, count)
 
     def phases(self) -> list[tuple[str, float]]:
-        """Return each phase's seconds per step, in the order of the last step's metrics."""
+        """Return the seconds of each phase per step, in the order of the last step's metrics."""
         names = [name for name in self.names() if name.startswith("time/") and name != "time/step"]
         return [(name.removeprefix("time/"), self.now(name) or 0.0) for name in names]
 

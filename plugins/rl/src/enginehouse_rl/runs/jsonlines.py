@@ -1,4 +1,4 @@
-"""Files with one JSON object a line, of which only whole lines are written and read."""
+"""Writes and reads files with one JSON object per line. Incomplete lines are never written or returned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends objects to a file; the operating system has each when `append` returns."""
+    """Appends objects to a file. When `append` returns, the operating system has the line."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -25,14 +25,14 @@ class JsonLines:
 
     @property
     def in_place(self) -> bool:
-        """True if the path leads to the open file, or the file is closed."""
+        """True if the path still leads to the open file, or if the file is closed."""
         try:
             return self._file.closed or os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
     def put_back(self) -> None:
-        """Write all rows again to a file at the path, and append to that file from now on."""
+        """Write all rows to a new file at the path, and append to that file from now on."""
         self._file.seek(0)
         content = self._file.read()
         self._file.close()
@@ -40,7 +40,7 @@ class JsonLines:
         self._file = self.path.open("a+b", buffering=0)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one object as one line. Numbers that are not finite become null, because JSON lacks a word for them.
+        """Write one object as one line. Numbers that are not finite become null, because JSON cannot express them.
 
         Raises:
             OSError: The line could not be written; the file is unchanged.
@@ -55,11 +55,10 @@ class JsonLines:
             raise
 
     def to_disk(self) -> None:
-        """Wait until the disk has all rows."""
+        """Wait until all rows are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         self._file.close()
 
 
@@ -72,20 +71,20 @@ def encode_row(row: Mapping[str, Any]) -> str:
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file at `path` by rows, completely or not at all."""
+    """Replace the file at `path` atomically by a file of these rows."""
     write_whole(path, (encode_row(row) + "\n" for row in rows))
 
 
 def read_whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file without a last line that was cut off; none if there is no file.
+    """Return the rows of a file, without an incomplete last line; none if there is no file.
 
-    A line that holds no JSON object is left out, with a warning that names the line.
+    A line that is no JSON object is left out, with a warning that names the line.
     """
     return read_lines_from(path, 0)[0] if path.exists() else []
 
 
 def read_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]:
-    """Read a growing file as `read_whole_lines` does: return the rows from a byte on, and the byte after them.
+    """Read a growing file from byte `begin` on, as `read_whole_lines` does; return the rows, and the byte after them.
 
     Raises:
         OSError: The file cannot be read.
@@ -113,7 +112,7 @@ def _shorten(line: bytes) -> str:
 
 
 def _simplify(value: Any) -> Any:
-    """Return a number or an array of numpy or torch as Python's own, and anything else as its text."""
+    """Return a number or an array of numpy or torch as Python's own type, and anything else as text."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", 0) == 0:
         return item()
@@ -122,7 +121,7 @@ def _simplify(value: Any) -> Any:
 
 
 def replace_infinite(value: Any) -> Any:
-    """Return plain data with None for every float that JSON has no word for."""
+    """Return plain data in which None replaces every float that JSON cannot express."""
     if isinstance(value, Mapping):
         return {str(key): replace_infinite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Observers of a run, which `RunDirectory.tell` tells its events, one after another.
+"""Observers of a run, to which `RunDirectory.tell` sends events, one observer after another.
 
-The events are the observing hooks of `hookspecs` with their arguments but `run` (`validated` also has `how`), and two
-more: `opened`, with a `RunFacts` as `run`, and `alarmed`, with a row of `alarms.jsonl` as `alarm`. An error that an
-observer raises is raised where the event is told.
+The events are the observing hooks of `hookspecs`. They have the arguments of the hooks except `run`; `validated` also
+has `how`. There are two more events: `opened`, with a `RunFacts` as `run`, and `alarmed`, with a row of `alarms.jsonl`
+as `alarm`. If an observer raises an error, `tell` raises it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from enginehouse.plugin import hookspecs, plugins
 
 
 class Observer:
-    """Takes in the events for which it has a method, such as `step_finished(self, step, metrics)`."""
+    """Receives the events for which it has a method, such as `step_finished(self, step, metrics)`."""
 
     def tell(self, event: str, **content: Any) -> None:
-        """Take in an event."""
         if method := getattr(self, event, None):
             method(**content)
 
 
 class PluginHooks(Observer):
-    """Calls the observing hooks of plugins with `run`; a hook that fails is logged and dropped."""
+    """Calls the observing hooks of plugins with `run`. A hook that fails is logged and not called again."""
 
     def __init__(self, run: object):
         self._run = run

@@ -1,4 +1,4 @@
-"""Progress shows a run while it runs: a live display on a terminal, a line now and then elsewhere."""
+"""Shows a run while it runs: by a live display on a terminal, and elsewhere by a line from time to time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
 SECONDS_BETWEEN_LINES = 60.0
-"""Without a terminal, a line is printed about `LINES_A_RUN` times a run, and at least this often while steps end."""
+"""Without a terminal, a run prints about `LINES_A_RUN` lines, and at least one in this time while steps end."""
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +54,19 @@ class _Output(Console):
 
 
 class Progress(Observer):
-    """Shows a run's progress. A context manager, which restores the terminal however it ends.
+    """Shows a run's progress. A context manager, which always restores the terminal.
 
-    On a terminal a thread of the display draws the figures, four times a second.
+    On a terminal, a separate thread draws the display four times a second.
 
     Args:
-        title: The run's name.
-        mode: `"live"`, `"lines"`, `"quiet"` or `"json"`; None picks live if the console is a terminal that can move its
-            cursor, else lines.
-        console: The console to write to; None is standard output.
+        mode: `"live"`, `"lines"`, `"quiet"` or `"json"`. None: live if the console is a terminal that can move its
+            cursor, otherwise lines.
+        console: The console to write to; None: standard output.
         emit: Writes each event in the mode `"json"`, in which nothing else is written.
 
     Attributes:
-        history: The run's figures.
-        alarms: The run's alarms.
-        state: Returns the current activity in a few words, or none; called whenever something is shown.
-        replicas: Returns the states of the rollout replicas; called likewise, and from another thread.
+        state: Returns the current activity in a few words, or an empty text. Called whenever something is shown.
+        replicas: Returns the states of the rollout replicas. Called whenever something is shown, from another thread.
     """
 
     state: Callable[[], str] | None = None
@@ -111,7 +108,7 @@ class Progress(Observer):
         self.close()
 
     def close(self) -> None:
-        """Remove the display and restore the terminal; a second call does nothing."""
+        """Remove the display and restore the terminal."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -128,17 +125,14 @@ class Progress(Observer):
             self._task = ""
 
     def report_arrival(self, what: str) -> None:
-        """Show that a part of the task is ready: in a line, or on a terminal behind the task's name."""
+        """Show that a part of the task is ready: in a line, or on a terminal after the task's name."""
         self._arrival = f"{what}: there after {time.perf_counter() - self._task_started:.1f} s"
         self._show_line(f"  {self._arrival}")
 
     def count(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
-        """Yield the parts of what is being generated, and show the number of its items so far.
+        """Yield the parts of something that is being generated, and show the number of its items so far.
 
         Args:
-            parts: The parts.
-            what: The items' name.
-            of: The number of items in all parts.
             size: Returns the number of items in a part.
         """
         self._part = what, 0, of
@@ -152,14 +146,14 @@ class Progress(Observer):
             self._part = "", 0, 0
 
     def start(self, steps: int, done: int = 0) -> None:
-        """Take in the number of steps, `done` of which an earlier process took, and end the task."""
+        """End the task, and begin the steps, `done` of which an earlier process took."""
         self._end_task()
         self._last_line = time.perf_counter()
         self.history.start(steps, done)
         self._emit("start", steps=steps, done=done)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step's metrics, and show reward, loss, accuracy, gradient, entropy, speed, times and failures."""
+        """Record a step's metrics, and show reward, loss, accuracy, gradient, entropy, speed, times and failures."""
         self.history.add(step, metrics)
         self._emit("step", step=step, metrics=metrics)
         if self.mode != "lines":
@@ -170,16 +164,16 @@ class Progress(Observer):
             self._show_now_and_then(self._format_line())
 
     def remember(self, directory: Path) -> None:
-        """Take in the rows that a resumed run wrote to its directory earlier, before `start`; show nothing."""
+        """Before `start`, read the rows that a resumed run wrote to its directory earlier, without showing them."""
         for name, add in (("metrics", self.history.add), ("validation", self.history.validations.add)):
             for row in read_whole_lines(directory / f"{name}.jsonl"):
                 row.pop("elapsed_seconds", None)
                 add(row.pop("step"), {metric: value for metric, value in row.items() if value is not None})
 
     def validated(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
-        """Take in a validation's metrics, and show them: if the model became worse, by lines that stay on a terminal.
+        """Record a validation's metrics, and show them. If the model became worse, the lines stay on a terminal.
 
-        `how` says in a word or two how responses were drawn: `"greedy"`.
+        `how` says in a word or two how responses were sampled: `"greedy"`.
         """
         validations = self.history.validations
         validations.add(step, metrics, how)
@@ -190,21 +184,21 @@ class Progress(Observer):
         if validations.lacks_tool_calls() and not self._has_noted_no_calls:
             self._has_noted_no_calls = True
             self.note(
-                "no response called a tool: samples/ has what the model said; one that does not know the form of calls "
-                "learns it by `enginehouse sft` first"
+                "no response called a tool: samples/ has the responses; a model that does not know the format of "
+                "calls can first learn it with `enginehouse sft`"
             )
 
     def alarmed(self, alarm: Mapping[str, Any]) -> None:
-        """Take in an alarm, a row of `alarms.jsonl`, which the log has too."""
+        """Record an alarm, which is a row of `alarms.jsonl`; the log shows it."""
         self.alarms.append(alarm)
         self._emit("alarm", **alarm)
 
     def checkpoint_saved(self, step: int, path: str, what: str) -> None:
-        """Take in that a model or a checkpoint was saved."""
+        """Report that a model or a checkpoint was saved."""
         self._emit("saved", step=step, what=what, path=path)
 
     def note(self, text: str) -> None:
-        """Print a line that stays, above the display on a terminal."""
+        """Print a line that stays; on a terminal, above the display."""
         self._emit("note", text=text)
         if self.mode in ("live", "lines"):
             self.print(text)
@@ -219,7 +213,7 @@ class Progress(Observer):
             self.print(text)
 
     def print(self, text: str) -> None:
-        """Print text as it is, in any mode, if the output still takes any."""
+        """Print text unchanged, in any mode, unless the output has failed."""
         try:
             self.console.out(text, highlight=False)
         except OSError as error:
@@ -235,17 +229,16 @@ class Progress(Observer):
 
     @property
     def task_name(self) -> str:
-        """The name of the current task; empty if there is none."""
         return self._task
 
     @property
     def task_seconds(self) -> float | None:
-        """The seconds since the task began; None if there is none."""
+        """Seconds since the task began; None without a task."""
         return time.perf_counter() - self._task_started if self._task else None
 
     @property
     def part(self) -> str:
-        """The finished part of the task, in words; empty if it is not known."""
+        """The finished part of the task, in words; empty if unknown."""
         what, count, total = self._part
         if not total:
             return self._arrival
@@ -257,7 +250,7 @@ class Progress(Observer):
         return self.state() if self.state is not None else ""
 
     def list_figures(self) -> list[tuple[str, str, str, Sequence[float]]]:
-        """List the run's figures: the name, the last step's value, the mean if it is shown, and the values so far."""
+        """List the run's metrics: the name, the last step's value, the mean if it is shown, and the values so far."""
         history, figures = self.history, list[tuple[str, str, str, Sequence[float]]]()
         for label, name in _FIGURES:
             value, mean = self._format_step_value(label)
@@ -268,7 +261,7 @@ class Progress(Observer):
         return figures
 
     def _format_step_value(self, label: str) -> tuple[str, str]:
-        """Return the last step's value of a figure and the mean over the last steps; empty where there is none."""
+        """Return the last step's value of a metric and the mean over the last steps; both are empty if it has none."""
         name, recent = dict(_FIGURES)[label], self.history.recent()
         if (mean := self.history.now(name)) is None:
             return "", ""
@@ -278,7 +271,7 @@ class Progress(Observer):
         return format_figure(value), format_figure(mean) if label in _AVERAGED and len(recent) > 1 else ""
 
     def describe_reward_failures(self) -> str:
-        """Return in words how many rewards failed in the last steps; empty if none did."""
+        """Describe how many rewards failed in the last steps; empty if none did."""
         recent = self.history.recent()
         failures = sum(step.get("reward/failures", 0.0) for step in recent)
         return f"{failures:.0f} in {len(recent)} steps" if failures else ""
@@ -313,6 +306,6 @@ _FIGURES = (
     ("tokens/s", "tokens_per_second"),
 )
 _IN_LINES = ("reward", "loss", "accuracy", "gradient", "entropy", "tokens/s")
-"""The figures of a plain line, in its order, by the step's own values."""
+"""The metrics of a plain line, in this order; each has the step's own value."""
 _AVERAGED = ("reward", "loss", "accuracy")
-"""The figures that have their mean over the last steps beside them."""
+"""The metrics that also show their mean over the last steps."""

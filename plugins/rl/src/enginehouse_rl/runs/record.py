@@ -1,4 +1,4 @@
-"""`run.json` says what a run is, how it stands and what it ran on, for people and for later commands."""
+"""`run.json` records what a run is, its status and its environment, for people and for later commands."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ PACKAGES = (*OWN, "torch", "transformers", "ray", "pluggy", "pydantic", "dataset
 
 
 class RunRecord:
-    """The content of `run.json`, which is rewritten whole at each change.
+    """The content of `run.json`, which is rewritten completely at each change.
 
-    The record of a run that was killed says `running` until the run is resumed.
+    The record of a killed run has the status `running` until the run is resumed.
 
     Args:
-        path: The file.
-        command: The command that started the run.
-        packages: Further distributions whose versions are recorded.
-        resumed_after: The step after which a run is resumed. The record of its earlier processes then moves to the
-            list `earlier`, except for `best`.
+        resumed_after: The step after which a run is resumed. The record of its earlier processes then moves to the list
+            `earlier`, except for `best`.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class RunRecord:
         if resumed_after is not None:
             former = dict(read_record(path.parent))
             if not former:
-                log.warning("%s is damaged: what it said of the run up to here is lost", path)
+                log.warning("%s is damaged: its record of the run so far is lost", path)
             earlier = former.pop("earlier", [])
             earlier = earlier if isinstance(earlier, list) else []
             if former.get("status") == "running":
@@ -78,7 +75,7 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, steps: int, error: str | None) -> None:
-        """Record how the run ended, after how many steps, and why if it failed; on a full disk as far as there is room.
+        """Record the end of the run, its number of steps, and its error if it failed. On a full disk, record what fits.
 
         Raises:
             OSError: Not even that can be written.
@@ -98,11 +95,10 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """The run's status."""
         return self.content["status"]
 
     def _write_over(self) -> None:
-        """Write the most important entries over the file in place, which takes no further room."""
+        """Overwrite the file in place with the most important entries, which needs no further disk space."""
         room = self.path.stat().st_size
         for key in ("error", "roles", *self.content):
             if len(text := self._encode().encode()) <= room:
@@ -121,7 +117,8 @@ class RunRecord:
 
 
 def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
-    """Return the seconds that the last process of a run had run at its last step; more is not known of a killed one.
+    """Return the seconds that the last process of a run had run at its last step. More is not known of a killed
+    process.
 
     Args:
         rows: The rows of `metrics.jsonl`.

@@ -1,4 +1,4 @@
-"""The models of a run directory: those of steps, of which the newest are kept, and the best by a validation metric."""
+"""The models of a run directory: the newest models of steps, and the best model by a validation metric."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from enginehouse_rl.runs.record import RunRecord
 log = logging.getLogger(__name__)
 
 BEST = "models/best"
-"""The best model's path in a run directory."""
+"""The path of the best model in a run directory."""
 
 
 class SavedModels:
     """The saved models of a run directory.
 
     Args:
-        run_path: The run directory.
-        kept: Number of the newest models of steps that are kept; None keeps all.
+        kept: Number of the newest models of steps that are kept; None: all.
 
     Attributes:
-        record: The run's `run.json`, once the run is open; it holds the best model's metric.
+        record: The run's `run.json`, once the run is open. It records the metric of the best model.
         saved_step: The step of the newest saved model; None before the first.
     """
 
@@ -39,21 +38,20 @@ class SavedModels:
 
     @property
     def newest(self) -> Path | None:
-        """The newest saved model; None if there is none."""
         return None if self.saved_step is None else self._make_path(self.saved_step)
 
     def staging_path(self, step: int) -> Path:
-        """Return a fresh path to which a step's model is written, until `keep` moves it to its final place."""
+        """Return a new path for writing a step's model, which `keep` then moves to its final place."""
         return staging_path(self._make_path(step))
 
     def best_staging_path(self) -> Path:
-        """Return a fresh path to which a model is written, until `keep_best` moves it to its final place."""
+        """Return a new path for writing a model, which `keep_best` then moves to its final place."""
         return staging_path(self._run_path / BEST)
 
     def keep(self, step: int, path: str | Path) -> Path:
-        """Move a completely written model into its place, point the link `model` to it, and return the place.
+        """Move a completely written model to its final place, point the link `model` to it, and return the place.
 
-        Of the models up to this step, all but the newest are deleted as configured.
+        Older models of steps beyond the configured number are deleted.
 
         Raises:
             EnginehouseError: Nothing is at `path`, because workers and controller do not share a file system.
@@ -63,7 +61,7 @@ class SavedModels:
         try:
             point_to(link, place)
         except OSError as error:
-            log.info("no link %s to %s: %s", link, place, error)
+            log.info("cannot create the link %s to %s: %s", link, place, error)
         self.saved_step = step
         if self._kept is not None:
             steps = sorted((number for number in self._list_steps() if number <= step), reverse=True)
@@ -75,7 +73,7 @@ class SavedModels:
         return place
 
     def is_best(self, metric: str, value: float) -> bool:
-        """Return True if a model is better, by a validation metric, than the best one so far."""
+        """True if a validation metric is larger than that of the best model so far."""
         best = self.record.content.get("best")
         if not (self._run_path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
             return not math.isnan(value)
@@ -92,11 +90,11 @@ class SavedModels:
         return place
 
     def resume_after(self, step: int) -> None:
-        """Take the newest model up to a step for the newest saved one."""
+        """Set `saved_step` to the step of the newest model up to `step`."""
         self.saved_step = max((number for number in self._list_steps() if number <= step), default=None)
 
     def clear_partial(self) -> None:
-        """Delete partly written models, and put back a model whose replacement was interrupted."""
+        """Delete partly written models, and restore a model whose replacement was interrupted."""
         clear_partial(self._run_path / "models")
 
     def _move(self, step: int, path: str | Path, place: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Sparklines: a line of text shows how a figure changed over a run of any length."""
+"""Sparklines: a line of text that shows how a metric changed over a run of any length."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from collections.abc import Sequence
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇", "_.-=+*#"  # no full block: lines below each other would touch
 MOST_POINTS = 128
-"""The most points that a series keeps."""
+"""Maximum number of points of a series."""
 
 
 class Series:
-    """A figure's values over a run. A point is the mean of several steps once the run has more than `MOST_POINTS`.
-
-    Attributes:
-        points: The means, oldest first.
-    """
+    """A metric's values over a run. In long runs, each of the `points` is the mean of several steps."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
         self._each, self._sum, self._count = 1, 0.0, 0
 
     def add(self, value: float) -> None:
-        """Add a step's value, unless the value is not finite."""
+        """Add a step's value. Values that are not finite are ignored."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -36,11 +32,11 @@ class Series:
 
 
 def draw_sparkline(points: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
-    """Draw values as a line of text, scaled from the least value to the largest.
+    """Draw values as a line of text, scaled from the smallest value to the largest.
 
     Args:
         points: The values, all finite.
-        width: The most columns; neighbouring values are averaged to fit.
+        width: Maximum number of columns; neighbouring values are averaged to fit.
         ramp: Characters of one column each, lowest first.
     """
     if not points or width < 1:

@@ -1,4 +1,4 @@
-"""The summary of a run that has ended: its outcome, its figures, and where its files are."""
+"""The summary of a run that has ended: its outcome, its metrics, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
 def _list_evaluation_facts(
     run: RunDirectory, evaluated: Mapping[str, Any], history: History, status: Status
 ) -> list[tuple[str, str]]:
-    """List the facts of a run of `enginehouse eval`, whose figures are in a table of their own."""
+    """List the facts of a run of `enginehouse eval`, whose metrics are in a separate table."""
     details = [f"{name} {evaluated[name]}" for name in ("step", "checksum") if evaluated.get(name)]
     model = ", ".join([str(evaluated["model"]), *details])
     facts = [("outcome", status if history.validations else f"{status} without metrics"), ("model", model)]
@@ -74,7 +74,7 @@ def _list_evaluation_facts(
 
 
 def next_steps(run: RunDirectory, steps: int) -> list[str]:
-    """Suggest what to do next, with the run's own paths; the run was to take `steps` steps."""
+    """Suggest what to do next, with the run's own paths; `steps` is the number of steps that the run was to take."""
     hints = []
     if (report := run.path / "report.html").is_file():
         hints.append(f"look at the run: open {shorten(report)} in a browser")
@@ -120,7 +120,7 @@ def summary_lines(run: RunDirectory, history: History, status: Status) -> list[s
 
 
 def describe_saved(run: RunDirectory) -> str:
-    """Describe in one sentence what of a run is on disk."""
+    """Describe in one sentence which results of a run are on disk."""
     if not run.opened:
         return f"Nothing was written; {shorten(run.path)} is unchanged"
     if run.record.content.get("evaluated"):
@@ -132,7 +132,7 @@ def describe_saved(run: RunDirectory) -> str:
 
 
 def shorten(path: Path) -> str:
-    """Return a path relative to the current directory where that is shorter."""
+    """Return a path relative to the current directory if that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
 

@@ -1,4 +1,4 @@
-"""A run's timeline shows who did what when: a Chrome trace for https://ui.perfetto.dev or chrome://tracing."""
+"""A run's timeline shows what each process did when: a Chrome trace for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from enginehouse.jsontext import decode_json
 
 FLUSH_SECONDS = 1.0
-"""The least seconds between two writes."""
+"""Minimum number of seconds between two writes."""
 MOST_SPANS = 500_000
-"""The most spans that a viewer opens; later ones are left out, and the trace says so."""
+"""Maximum number of spans that viewers can open. Later spans are left out, and the trace says so."""
 
 OWN = "enginehouse"
 """The name of the run's own group of rows."""
@@ -28,10 +28,11 @@ class Timeline:
     A process that is killed during a write leaves the array open, at worst within its last line. The Chrome trace
     format allows this, and viewers open such a file as well.
 
-    Several threads may call it. Times are `time.monotonic()` seconds; the trace counts from the start of the timeline.
+    Several threads may use a timeline. Times are seconds of `time.monotonic()`; the trace counts from the start of the
+    timeline.
 
     Args:
-        path: The file; an existing one is replaced.
+        path: The file; an existing file is replaced.
         before: The seconds of an earlier trace in the file to keep and continue; 0 begins a new trace.
     """
 
@@ -61,23 +62,21 @@ class Timeline:
     def span(
         self, name: str, started: float, ended: float, track: str = "controller", *, process: str = "", **details: Any
     ) -> None:
-        """Add a span. Spans of one track must nest; `lane` is for spans that may overlap.
+        """Add a span. Spans of one track must nest; use `lane` for spans that may overlap.
 
         Args:
-            name: The name of the activity.
-            started: The time of its start.
-            ended: The time of its end.
             track: The row of the span.
-            process: The group of the row; empty means the run's own.
+            process: The group of the row; empty: the run's own group.
             details: Plain data that a viewer shows when the span is clicked.
         """
         with self._lock:
             self._add(name, started, ended, track, details, process or OWN)
 
     def call(self, group: str, method: str, call: int, start_ns: int, end_ns: int) -> None:
-        """Add a worker group's call; calls that overlap get rows of their own.
+        """Add a worker group's call. Overlapping calls get separate rows.
 
-        It is a listener for `enginehouse.controller.tracing.add_listener`; times are `time.monotonic_ns()`.
+        It is a listener for `enginehouse.controller.tracing.add_listener`; times are nanoseconds of
+        `time.monotonic_ns()`.
         """
         self.lane(group, method, start_ns / 1e9, end_ns / 1e9, call=call)
 
@@ -90,7 +89,7 @@ class Timeline:
         parts: Iterable[tuple[str, float, float, dict[str, Any]]] = (),
         **details: Any,
     ) -> None:
-        """Add a span that may overlap others of its track, in which case it gets a row of its own.
+        """Add a span that may overlap others of its track, and then gets a separate row.
 
         `parts` are spans within it, each with its name, times and details. Other arguments are those of `span`.
         """
@@ -105,12 +104,11 @@ class Timeline:
                 self._add(*span[:3], row, span[3])
 
     def flush(self) -> None:
-        """Write the waiting spans."""
         with self._lock:
             self._flush()
 
     def close(self) -> None:
-        """Write the waiting spans and close the file; later spans are dropped."""
+        """Write the waiting spans and close the file. Later spans are dropped."""
         with self._lock:
             if self._file.closed:
                 return
@@ -171,7 +169,7 @@ class Timeline:
 
 
 def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
-    """Return the events of a trace that began within its first `seconds`; lines that hold none are left out."""
+    """Return the events of a trace that began within its first `seconds`. Damaged lines are left out."""
     events = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
@@ -184,7 +182,7 @@ def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Return True if a value has all that this module reads of an event."""
+    """True if a value has all the fields of an event that this module reads."""
     if not isinstance(event, dict) or not isinstance(event.get("ts", 0.0), (int, float)):
         return False
     if event.get("name") not in ("thread_name", "process_name"):

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to its trackers, which may be slow, raise or hang while the run continues."""
+"""Sends a run's metrics to its trackers, which may be slow, raise errors or hang while the run continues."""
 
 from __future__ import annotations
 
@@ -21,20 +21,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""The most rows of metrics that wait for a tracker; more are dropped."""
+"""Maximum number of rows that wait for a tracker; further rows are dropped."""
 ENDING_SECONDS = 30.0
-"""The most seconds that the end of a run waits for all its trackers together."""
+"""Maximum number of seconds that the end of a run waits for all its trackers together."""
 HURRY_SECONDS = 3.0
-"""The most seconds that the end of an interrupted run waits."""
+"""The same for an interrupted run."""
 
 
 class TrackerFeed(Observer):
-    """Hands a run's metrics to a tracker in a daemon thread, so that no call here waits for the tracker.
-
-    Attributes:
-        plan: The tracker.
-        problems: Descriptions of the tracker's problems.
-    """
+    """Passes a run's metrics to a tracker in a daemon thread, so that no call here waits for the tracker."""
 
     def __init__(self, plan: TrackerPlan):
         self.plan = plan
@@ -45,20 +40,17 @@ class TrackerFeed(Observer):
         self._doing = "start"
 
     def opened(self, run: RunFacts) -> None:
-        """Start the thread."""
         self._thread = threading.Thread(target=self._work, args=[run], name=f"tracker-{self.plan.name}", daemon=True)
         self._thread.start()
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a step's metrics."""
         self._put(step, metrics, "train")
 
     def validated(self, step: int, metrics: Mapping[str, float], how: str) -> None:
-        """Queue a validation's metrics."""
         self._put(step, metrics, "validation")
 
     def _put(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        """Queue a row, unless too many wait. No other thread adds rows, so the limit is exact."""
+        """Queue a row, unless too many rows wait. No other thread adds rows, so the limit is exact."""
         if self._thread is None or not self._thread.is_alive():
             return
         if self._waiting.qsize() < MOST_WAITING:
@@ -67,7 +59,7 @@ class TrackerFeed(Observer):
             self._dropped += 1
 
     def end(self, outcome: Outcome) -> None:
-        """Have the tracker end after the waiting rows."""
+        """Let the tracker end after the waiting rows."""
         self._waiting.put(outcome)
 
     def wait(self, until: float) -> None:
@@ -113,9 +105,9 @@ class TrackerFeed(Observer):
 
 
 def end_trackers(feeds: Sequence[TrackerFeed], outcome: Outcome) -> dict[str, str]:
-    """End trackers, and return by tracker's name what went wrong: calls that raised or hang, and rows dropped.
+    """End the trackers, and return their problems by the trackers' names: calls that raised or hang, and dropped rows.
 
-    Trackers that have not ended in time are left. The time is for all of them together.
+    All trackers together have a limited time. Trackers that have not ended by then are abandoned.
     """
     for feed in feeds:
         feed.end(outcome)
@@ -126,7 +118,7 @@ def end_trackers(feeds: Sequence[TrackerFeed], outcome: Outcome) -> dict[str, st
 
 
 def _convert_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as Python's own numbers, without those that are none."""
+    """Return metrics as Python floats, without values that are no numbers."""
     numbers = {}
     for name, value in metrics.items():
         try:

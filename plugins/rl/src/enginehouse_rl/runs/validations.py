@@ -1,4 +1,4 @@
-"""Describes a run's validations in words: above all whether the model has become worse."""
+"""Describes a run's validations in words, above all whether the model has become worse."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping
 
 SHOWN = 10
-"""The most parts of a validation (files, and values of `evaluation.by`) that a line or a summary shows."""
+"""Maximum number of parts of a validation (files, and values of `evaluation.by`) in a line or a summary."""
 BEST_MARGIN = 2.0
-"""The standard errors by which a worse validation lies below the best one, because the best of several was lucky."""
+"""Standard errors below the best validation from which a validation counts as worse, because the best one was lucky."""
 
 _STDERR = "_stderr"
 REWARD, ERROR = "reward", f"reward{_STDERR}"
 ROUNDING = 1e-9
 """Size below which a metric is rounding noise, and is shown as 0."""
 COUNTS = ("failures", "dropped")
-"""Figures that are shown where they are not 0."""
+"""Counts that are shown only if they are not 0."""
 
 
 class Validations:
@@ -26,19 +26,18 @@ class Validations:
         self._how = ""
 
     def __bool__(self) -> bool:
-        """True if there was one."""
         return bool(self._validations)
 
     def add(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
         """Add the validation after a step; step 0 is before the first.
 
-        `how` says in a word or two how responses were drawn: `"greedy"`.
+        `how` says in a word or two how responses were sampled: `"greedy"`.
         """
         self._validations.append((step, metrics))
         self._how = how or self._how
 
     def lines(self) -> list[str]:
-        """Describe the last validation, a line a part: the whole first."""
+        """Describe the last validation, one line for each part, beginning with the whole."""
         step, metrics = self._validations[-1]
         how = f", {self._how}" if self._how else ""
         lines = []
@@ -61,11 +60,11 @@ class Validations:
         return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in further)]
 
     def lacks_tool_calls(self) -> bool:
-        """True if the last validation counts calls of tools, and there was none."""
+        """True if the last validation counts tool calls, and there were none."""
         return self._validations[-1][1].get("validation/tool_calls") == 0.0
 
     def table(self) -> list[str]:
-        """Return the last validation as a table: a line of names, then a line a part, the whole first."""
+        """Return the last validation as a table: a line of names, then a line for each part, the whole first."""
         if not self._validations:
             return []
         metrics = self._validations[-1][1]
@@ -104,13 +103,14 @@ class Validations:
         return [metrics[name] for _, metrics in self._validations if name in metrics]
 
     def has_worsened(self) -> bool:
-        """True if a part of the last validation is worse than it was."""
+        """True if a part of the last validation is worse than before."""
         return any(self.describe_decline(part) for part in _list_parts(self._validations[-1][1]))
 
     def describe_decline(self, part: str = "validation") -> str:
-        """Say in words how a part of the last validation is worse than the first or the best; empty if it is not.
+        """Describe how a part of the last validation is worse than the first or the best one; empty if it is not.
 
-        Worse than the first means by more than the standard error of the difference; than the best, by twice that.
+        It is worse than the first if the difference exceeds its standard error, and worse than the best if the
+        difference exceeds twice that.
         """
         name = f"{part}/{REWARD}"
         rewarded = [(step, metrics) for step, metrics in self._validations if name in metrics]
@@ -125,7 +125,6 @@ class Validations:
         return ""
 
     def __len__(self) -> int:
-        """The number of validations."""
         return len(self._validations)
 
     def _describe_reward(self, part: str) -> str:
@@ -139,7 +138,7 @@ class Validations:
 
 
 def format_figure(value: float) -> str:
-    """Return a metric with three decimals, a small one with three significant digits, a large one as a whole number."""
+    """Return a metric with three decimals, or three significant digits if small, or as a whole number if large."""
     if 0.01 <= abs(value) < 1000 or abs(value) < ROUNDING:
         return f"{value:.3f}" if abs(value) >= ROUNDING else "0.000"
     return format_digits(value)
@@ -155,16 +154,16 @@ def format_digits(value: float) -> str:
 
 
 def _describe_spread(metrics: Mapping[str, float], name: str) -> str:
-    """Return ` ± ` and the standard error of a metric; empty if it has none."""
+    """Return ` ± ` and the standard error of a metric; empty if it has no standard error."""
     error = metrics.get(f"{name}{_STDERR}")
     return "" if error is None else f" ± {format_figure(error)}"
 
 
 def _list_parts(metrics: Mapping[str, float]) -> list[str]:
-    """Return the parts of a validation: the metrics' names up to the last slash, as `validation/FILE`."""
+    """Return the parts of a validation: the names of the metrics up to the last slash, such as `validation/FILE`."""
     return list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
 
 
 def _bound_standard_error(first: Mapping[str, float], last: Mapping[str, float], part: str) -> float:
-    """Return a bound on the standard error of the difference of two validations, as if they were independent."""
+    """Return a bound on the standard error of the difference of two validations, treating them as independent."""
     return math.hypot(first.get(f"{part}/{ERROR}", 0.0), last.get(f"{part}/{ERROR}", 0.0))

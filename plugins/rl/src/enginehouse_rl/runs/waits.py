@@ -1,4 +1,4 @@
-"""Divides a step's seconds by what the step waited for, as far as its metrics tell."""
+"""Divides the seconds of a step by what the step waited for, as far as its metrics show this."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ WORDS = {
     "validation": "validations",
     "checkpoint": "checkpoints",
 }
-"""Each thing that a step may wait for, and its name in a sentence."""
+"""The causes for which a step may wait, and their names in a sentence."""
 _OF_PHASES = {"old_logprobs": "actor", "score": "actor", "values": "critic"}
 
 
 def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
-    """Return a step's seconds by the key of `WORDS` that the step waited for; unexplained seconds are the controller's.
+    """Return the seconds of a step for each cause in `WORDS`; unexplained seconds count for the controller.
 
     Args:
-        row: The step's metrics; except for `time/step`, anything but a number counts as 0.
-        scored: True if a reward function scores responses; else the phase `reward` is the reward model's.
+        row: The step's metrics. Except for `time/step`, values that are no numbers count as 0.
+        scored: True if a reward function scores responses; otherwise the phase `reward` is the reward model's.
     """
     spent: dict[str, float] = defaultdict(float)
     phases = {name: read_number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
@@ -59,7 +59,7 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
 
 
 def _split_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Divide the seconds of generation between the replicas and what kept them without requests."""
+    """Divide the seconds of generation between the replicas and the cause that kept them without requests."""
     answering = read_number(row, "rollout/busy_seconds") / max(read_number(row, "rollout/utilisation"), 1e-9)
     in_tools = read_number(row, "episode/in_tools")
     drawing = min(seconds * (1.0 - in_tools), answering)
@@ -67,6 +67,6 @@ def _split_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float
 
 
 def read_number(row: Mapping[str, Any], name: str) -> float:
-    """Return a number of a row, or 0 where the row has none."""
+    """Return a number of a row, or 0 if the row does not have it."""
     value = row.get(name)
     return float(value) if isinstance(value, (int, float)) else 0.0

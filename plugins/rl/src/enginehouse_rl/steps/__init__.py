@@ -1,1 +1,1 @@
-"""The stages of a step, a file each. The plan chooses and orders them."""
+"""The stages of a step, one per file. The plan chooses and orders them."""

@@ -1,5 +1,3 @@
-"""The advantage stage calls the configured estimator with the columns that it needs."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageStage(BatchStage):
-    """Adds the estimator's columns. The estimator gets a row an episode, with only the columns that it needs."""
+    """Adds the columns of the configured estimator. It gets one row per episode, with only the needed columns."""
 
     phase = "advantage"
 
@@ -42,9 +40,9 @@ def fetch_columns(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch
     """Fetch the columns that an advantage needs, with the batch's rows.
 
     Args:
-        batch: A step's samples. Missing `token_rewards` become 0, missing `old_logprobs` become the rollout's, and a
-            missing `KL_PENALTY` is left out.
-        needs: The names of the columns; None fetches all but texts.
+        batch: A step's samples. Missing `token_rewards` become 0, missing `old_logprobs` become the rollout's logprobs,
+            and a missing `KL_PENALTY` is left out.
+        needs: The names of the columns; None: all but texts.
     """
     if needs is None:
         return fill_defaults(batch.drop(list(TEXTS)).fetch())

@@ -1,5 +1,3 @@
-"""The KL term in the reward. A KL term in the loss belongs to the loss itself."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class KLInRewardStage(BatchStage):
-    """Subtracts the divergence from the reference from the planned column, and measures it as `kl`."""
+    """Subtracts the KL term from the planned reward column, and measures it as `kl`. A KL term in the loss is computed
+    there."""
 
     phase = "reference"
 

@@ -1,4 +1,4 @@
-"""Rows are dealt to the mini-batches of a pass on the controller, so that the number of ranks does not matter."""
+"""Assigns rows to mini-batches on the controller, so that the number of ranks does not matter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import torch
 
 
 def assign_minibatches(rows: int, minibatches: int, epochs: int, seed: int) -> torch.Tensor:
-    """Deal rows to mini-batches at random, differently for each pass and as evenly as possible.
+    """Assign rows to mini-batches at random, differently in each pass and as evenly as possible.
 
     Args:
-        rows: Number of rows.
-        minibatches: Number of mini-batches of a pass.
-        epochs: Number of passes.
         seed: A number of any size, at least 0; all its bits count.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A step's samples are measured and written here."""
+"""Measures and writes the samples of a step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def observe(
     """Return the metrics of a step's samples.
 
     Args:
-        samples: The scored samples.
         batch: The samples with the columns of all stages.
-        stages: The step's stages.
-        version: The version of the trainer's weights.
     """
     metrics = {**sample_metrics(samples, version), **measure_traces(samples["trace"])}
     for stage in stages:

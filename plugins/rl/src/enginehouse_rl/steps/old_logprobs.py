@@ -1,4 +1,4 @@
-"""The actor recomputes the logprobs of the policy that drew the samples, the divisor of the policy ratio."""
+"""The actor recomputes the logprobs of the policy that generated the samples, the denominator of the policy ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage of a plugin (`enginehouse.plugin.Stage`) is a function of columns, maybe with a model of its own."""
+"""The stage of a plugin (`enginehouse.plugin.Stage`) is a function of columns, possibly with a separate model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class PackageStage(BatchStage):
-    """Adds the columns of the model, then those that the function makes of them and of the columns it needs."""
+    """Adds the columns of the model, then those that the function computes from them and from the columns that it
+    needs."""
 
     def __init__(self, plan: Plan, planned: StagePlan):
         super().__init__(plan, planned)
@@ -39,7 +40,7 @@ class PackageStage(BatchStage):
             return batch
         columns = self._function(fetch_columns(batch, (*record.needs, *record.columns[: bool(record.model)])))
         if missing := [name for name in record.adds if name not in columns]:
-            raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, and returned none")
+            raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, but did not return it")
         return batch.with_columns(**{name: columns[name] for name in record.adds})
 
     def _with_model(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:

@@ -1,5 +1,3 @@
-"""A KL term or an advantage compares the policy with the logprobs of the reference."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceStage(BatchStage):
-    """Adds `reference_logprobs`."""
+    """Adds `reference_logprobs`, with which a KL term or an advantage compares the policy."""
 
     phase = "reference"
 

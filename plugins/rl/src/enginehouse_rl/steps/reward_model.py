@@ -1,5 +1,3 @@
-"""A reward model's scores add to those of the reward functions."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelStage(BatchStage):
-    """Adds a model's score to `reward`, to `rewards` as the last, and to the figures as `model`."""
+    """Adds a reward model's score to `reward`, to `rewards` as the last entry, and to the metrics as `model`."""
 
     phase = "reward"
     scores = True
@@ -28,13 +26,12 @@ class RewardModelStage(BatchStage):
 
 
 def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
-    """Add the reward model's score, if the run has one, to `reward`, `rewards` (as the last) and the figures (`model`).
+    """Add the reward model's score, if the run has one, to `reward`, `rewards` (as the last) and the metrics (`model`).
 
     An episode's score is that of its last row. An episode without a token of the policy keeps its reward.
 
     Args:
         samples: Rows of `collect_rows`.
-        roles: The run's roles.
         weight: The factor of the score.
 
     Raises:
@@ -54,11 +51,10 @@ def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> 
 
 
 def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Have a model with a value head score the last row of each episode.
+    """Score the last row of each episode with a model that has a value head.
 
     Args:
         samples: Rows of `collect_rows`, at least one.
-        roles: The run's roles.
         group: The model's workers.
 
     Returns:

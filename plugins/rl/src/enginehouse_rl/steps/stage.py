@@ -1,4 +1,4 @@
-"""A stage of a step adds columns to the batch of the step's samples, or changes some.
+"""A stage of a step adds columns to the batch of the step's samples, or changes columns.
 
 The plan (`enginehouse_rl.plan.stages`) chooses and orders the stages of a run.
 """
@@ -22,13 +22,11 @@ class BatchStage(ABC):
     """A stage of each step of a run.
 
     Args:
-        plan: The plan of the run.
         planned: The plan of the stage, with the columns that it needs and adds.
 
     Attributes:
-        phase: The phase of a step that counts its seconds.
-        scores: True if the metrics of samples measure the reward after this stage.
-        figures: The metrics of the last step.
+        phase: The phase of a step that counts the stage's seconds.
+        scores: True if the sample metrics use the reward as it is after this stage.
     """
 
     phase: str
@@ -39,7 +37,7 @@ class BatchStage(ABC):
         self.figures: Mapping[str, float] = {}
 
     def begin(self, batch: DistributedBatch, roles: Roles) -> None:  # noqa: B027 - a stage may leave it out
-        """Begin work that needs no other stage, so that it runs beside the stages before this one."""
+        """Begin work that needs no other stage, so that it runs during the stages before this one."""
 
     @abstractmethod
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
@@ -50,9 +48,8 @@ class BatchStage(ABC):
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - likewise
-        """Restore the stage from a checkpoint's state of the loop, which holds the states of all stages."""
+        """Restore the stage from a checkpoint's state of the loop, which contains the states of all stages."""
 
 
 def make_stages(plan: Plan) -> list[BatchStage]:
-    """Make the stages of a plan, in their order."""
     return [resolve(planned.stage)(plan, planned) for planned in plan.stages]

@@ -1,4 +1,4 @@
-"""The updates of a step: the batch that the trained roles are sent, and the loss of each role."""
+"""The updates of a step: the batch that the trained roles get, and the loss of each role."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
     """Return the update of each trained role.
 
     Args:
-        plan: The run's plan.
-        batch: The step's samples, with the columns of all stages.
-        step: The number of the step.
         version: The version of the weights that compute its first forward pass.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic
@@ -42,7 +39,7 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
 
 
 def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
-    """Keep the columns of numbers, and add the mini-batches of each row."""
+    """Keep only columns of numbers, and add the mini-batches of each row."""
     algorithm = plan.config.algorithm
     if algorithm.mask_truncated:
         cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
@@ -56,7 +53,7 @@ def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> Dist
 
 
 def _make_loss(plan: Plan) -> LossSpec:
-    """Return the configured loss, with the KL term if it belongs there."""
+    """Return the configured loss, including the KL term if its place is the loss."""
     algorithm, arguments = plan.config.algorithm, dict(plan.loss.arguments)
     if algorithm.kl.coefficient and algorithm.kl.place == "loss":
         arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}

@@ -1,5 +1,3 @@
-"""A critic's values, for an advantage that needs them."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ValuesStage(BatchStage):
-    """Adds `values`: for a counted token the value of the state in which it was drawn, for other tokens 0.
+    """Adds `values`: for a counted token the value of the state in which it was sampled, for other tokens 0.
 
     The critic computes them while the actor and the reference work.
     """

@@ -1,1 +1,1 @@
-"""The parts of a plan: each settles a section of the config, checks it, and says what it will do."""
+"""The parts of a plan. Each part resolves and checks one section of the config, and describes its effect on the run."""

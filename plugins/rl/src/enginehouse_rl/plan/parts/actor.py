@@ -1,4 +1,4 @@
-"""The actor: the engine that trains the policy, or the one model of a run on rows."""
+"""Plans the actor: the engine that trains the policy, or the only model of a run that trains on given rows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.parts.model import ModelPart
 
 HIGH_LR = 0.01
-"""Learning rates above it are noted."""
+"""The plan adds a note for learning rates above this."""
 LEAST_ADAPTER_RATE = 1e-5
-"""At this rate bfloat16 shows a third of an adapter's change after ten steps; at 1e-6, a hundredth after the first."""
+"""Below this rate, bfloat16 rounds an adapter's changes away: at 1e-6 it shows only a hundredth after the first step.
+"""
 
 _EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
-"""Matches the last part of an embedding's name; its weight has two dimensions like a linear layer's."""
+"""Matches the last part of an embedding's name. Its weight has two dimensions, like that of a linear layer."""
 
 
 def place_actor(run: Draft[AnyConfig]) -> RoleEngine:
-    """Add the role of the actor, and return its engine."""
     section = run.config.actor
     run.engines["actor"] = engine = RoleEngine(run, TrainBackend, section.engine, "actor", section.processes)
     run.roles["actor"] = replace(engine.role(run.config.model.path, section.processes), trained=True)
@@ -41,7 +41,7 @@ class ActorPart(Part[AnyConfig]):
     """The role that is trained.
 
     Attributes:
-        optimizer_steps: the optimizer steps that it takes in the run.
+        optimizer_steps: the number of optimizer steps in the run.
     """
 
     optimizer_steps: int
@@ -64,8 +64,9 @@ class ActorPart(Part[AnyConfig]):
         low = isinstance(rate, float) and rate < LEAST_ADAPTER_RATE
         if role.options.get("lora") and run.dtype == "bfloat16" and low:
             self.note(
-                f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: served weights round such changes "
-                "away, and the first tens of steps draw from the base model; adapters want 1e-5 to 1e-4"
+                f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: rounding removes such small changes "
+                "from the served weights, so the base model answers in the first tens of steps; for adapters, use "
+                "1e-5 to 1e-4"
             )
         if isinstance(config, RMConfig):
             engine.check_value_head("actor")
@@ -75,7 +76,7 @@ class ActorPart(Part[AnyConfig]):
         yield "actor", f"{self.run.engines['actor'].words}, {count(self.config.actor.processes, 'rank')}"
 
     def _fill_schedule(self, options: dict[str, Any]) -> None:
-        """Set the length of the learning-rate schedule to that of the run, unless the config does."""
+        """Set the length of the learning-rate schedule to that of the run, unless the config sets it."""
         if options.get("lr", 0) > HIGH_LR:
             self.note(
                 f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a "
@@ -94,12 +95,8 @@ class ActorPart(Part[AnyConfig]):
             self.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {self.optimizer_steps}")
 
     def _check_targets(self, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a layer to adapt that the model's files do not have, and note such a pattern of `lr_groups`.
-
-        Args:
-            options: the options of the actor's engine.
-            shapes: the shapes of the tensors in the files, by name; empty if they cannot be read.
-        """
+        """Reject a LoRA target that the model's files do not contain, and note a pattern of `lr_groups` without a
+        match. `shapes` has the shapes of the tensors in the files, by name; it is empty if they cannot be read."""
         path = self.config.model.path
         for pattern in options.get("lr_groups") or {} if shapes else ():
             if not any(fnmatchcase(name, pattern) for name in shapes):
@@ -125,7 +122,7 @@ class ActorPart(Part[AnyConfig]):
                     self.refuse(f"{missing}. {nearest(name, linear)}")
 
     def _check_export(self, engine: RoleEngine) -> None:
-        """Check that there is an adapter where one is to be exported."""
+        """Check that the actor has an adapter if the run exports one."""
         kind = self.config.train.export
         if kind == "merged" or engine.record is None:
             return

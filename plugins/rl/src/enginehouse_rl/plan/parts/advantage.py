@@ -1,5 +1,3 @@
-"""Settles the advantage, and the filter of groups."""
-
 from __future__ import annotations
 
 from enginehouse.plugin import Advantage as AdvantageRecord
@@ -11,15 +9,14 @@ from enginehouse_rl.plan.stages import find_own_stages
 
 
 class AdvantagePart(Part[Config]):
-    """Settles the advantage.
+    """The advantage.
 
     Attributes:
-        needs: the columns that it reads, by its record; None: all but texts.
-        own_stages: the stages of plugins, by name.
-        needed: the columns that it or one of these stages reads.
-        uses_reference: true if one of these columns comes from a reference, or a KL term compares with one.
-        compares: true if it compares the samples of a prompt with each other.
-        call: the function.
+        needs: the columns that the advantage reads, as its record lists them; None: all but texts.
+        own_stages: the stages that plugins provide, by name.
+        needed: the columns that the advantage or one of these stages reads.
+        uses_reference: true if one of these columns comes from a reference model, or a KL term compares with one.
+        compares: true if the advantage compares the samples of a prompt with each other.
     """
 
     needs: tuple[str, ...] | None
@@ -41,7 +38,7 @@ class AdvantagePart(Part[Config]):
         self._check_rewards_are_read()
 
     def _check_rewards_are_read(self) -> None:
-        """Refuse keys of the reward that do not reach an advantage, which names the columns that it needs."""
+        """Reject settings of the reward without effect, because the advantage does not read the columns they change."""
         config, needs = self.config, self.needs
         if needs is None:
             return
@@ -70,10 +67,10 @@ class AdvantagePart(Part[Config]):
 
 
 class FilterPart(Part[Config]):
-    """Settles the filter of groups.
+    """The filter of groups.
 
     Attributes:
-        call: the function; None: all groups are trained on.
+        call: the filter function; None: the run trains on all groups.
     """
 
     call: FunctionCall | None = None

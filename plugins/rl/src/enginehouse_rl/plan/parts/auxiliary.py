@@ -1,4 +1,4 @@
-"""Places the models beside the actor's: the critic, the reference and the reward model."""
+"""Plans the models beside the actor's: the critic, the reference and the reward model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class AuxiliaryPart(Part[C]):
     """A model beside the actor's.
 
     Attributes:
-        name: the role, which is its section's key too.
-        head: the head of its model.
-        trained: true if the loop updates it.
+        name: the name of the role, which is also the key of its section.
     """
 
     name: str
@@ -44,11 +42,11 @@ class AuxiliaryPart(Part[C]):
 
     @property
     def role(self) -> RolePlan | None:
-        """The role; None where the run has no such model."""
+        """The role; None if the run has no such model."""
         return self.run.roles.get(self.name)
 
     def read(self) -> None:
-        """Read its model, unless that is the actor's, and check that it reads the actor's tokens."""
+        """Read the role's model, unless it is the actor's model, and check that it uses the actor's tokens."""
         run, path = self.run, self.section.path
         run.models[self.name] = {}
         if not path:
@@ -60,13 +58,12 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check a model of its own, given its `config.json`, for the requirements of the role."""
+        """Check a model that is not the actor's by its `config.json`, for the requirements of the role."""
 
     def place(self, optimizer_steps: int) -> None:
-        """Add the role with its engine and processes, and check the model by the engine.
+        """Add the role with its engine and processes, and let the engine check the model.
 
-        Args:
-            optimizer_steps: the length of a learning-rate schedule, which is built also if the role is not trained.
+        `optimizer_steps` is the length of the learning-rate schedule, which exists even if the role is not trained.
         """
         run, section, path = self.run, self.section, self.section.path
         shares = self._choose_host()
@@ -108,7 +105,7 @@ class AuxiliaryPart(Part[C]):
             engine.check_model(run[ModelPart].json, run.roles[self.name].model)
 
     def check_scores(self, path: str) -> None:
-        """Refuse a model without a value head, for a role that scores."""
+        """Reject a model without a value head, for a role that scores."""
         names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
@@ -117,7 +114,7 @@ class AuxiliaryPart(Part[C]):
             )
 
     def describe(self, role: RolePlan) -> str:
-        """Describe its model, its engine and its processes."""
+        """Describe the role's model, engine and processes."""
         path, engine_words = self.section.path or self.config.model.path, ""
         if self.section.engine is not None:
             engine_words = self.run.engines[self.name].words
@@ -127,7 +124,7 @@ class AuxiliaryPart(Part[C]):
         return f"{path}: {engine}, {count(role.processes, 'rank')}, in separate processes"
 
     def _choose_host(self) -> str | None:
-        """Return the role whose processes it shares; None if it has processes of its own."""
+        """Return the role whose processes this role shares; None if it has its own processes."""
         section, roles = self.section, self.run.roles
         shares: str | None = section.shares
         if shares is None and section.engine is None and section.processes is None:
@@ -147,7 +144,7 @@ class AuxiliaryPart(Part[C]):
 
 
 class CriticPart(AuxiliaryPart[Config]):
-    """The model that estimates values, for an advantage that needs them."""
+    """The model that estimates values, used if the advantage needs them."""
 
     name, head, trained = "critic", "value", True
 
@@ -175,7 +172,7 @@ class CriticPart(AuxiliaryPart[Config]):
 
 
 class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
-    """The frozen model with which DPO, a KL term or an advantage compares, unless it is the actor's own base.
+    """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base model.
 
     Attributes:
         used: true if anything compares with a reference.
@@ -215,7 +212,7 @@ class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
 
 
 class RewardModelPart(AuxiliaryPart[Config]):
-    """The model that scores whole samples, if the config names one."""
+    """The model that scores complete samples, if the config names one."""
 
     name, head = "reward_model", "value"
 
@@ -227,8 +224,8 @@ class RewardModelPart(AuxiliaryPart[Config]):
             self.place(self.run[ActorPart].optimizer_steps)
             if keep:
                 self.refuse(
-                    f"rollout.keep: {keep.name} looks at rewards as samples end, and the reward model scores the whole "
-                    "step's: leave one of rollout.keep and reward_model.path unset"
+                    f"rollout.keep: {keep.name} needs the rewards as soon as a group ends, but the reward model "
+                    "scores all samples of a step together: unset rollout.keep or reward_model.path"
                 )
         elif section != type(section)():
             self.refuse(
@@ -251,7 +248,7 @@ class RewardModelPart(AuxiliaryPart[Config]):
 
 
 class EvalRewardModelPart(RewardModelPart):
-    """The reward model of an evaluation, which has no actor; it runs in processes of its own."""
+    """The reward model of an evaluation. It has its own processes, because an evaluation has no actor."""
 
     @property
     def section(self) -> AuxiliaryModelConfig:

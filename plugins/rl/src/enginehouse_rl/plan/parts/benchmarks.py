@@ -1,5 +1,3 @@
-"""Checks the benchmarks of a config: their data sets, and whether the model has room for their prompts."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -17,11 +15,10 @@ from enginehouse_rl.plan.parts.model import ModelPart
 
 
 class BenchmarksPart(Part[Config]):
-    """The benchmarks that a model is evaluated on, beside the files of held-out prompts.
+    """The benchmarks on which a model is evaluated, beside the files of held-out prompts.
 
     Attributes:
-        benchmarks: the plan of each benchmark.
-        longest: the most tokens of a prompt with its response; 0 if there is none.
+        longest: the maximum number of tokens of a prompt with its response; 0 without benchmarks.
     """
 
     benchmarks: tuple[BenchmarkPlan, ...] = ()
@@ -39,7 +36,7 @@ class BenchmarksPart(Part[Config]):
                 self._add(name, folder)
 
     def count_answers(self) -> int:
-        """Return the number of responses to items."""
+        """Return the number of responses to all items."""
         return self.config.evaluation.samples_per_prompt * sum(plan.items for plan in self.benchmarks)
 
     def facts(self) -> Iterable[Fact]:
@@ -55,7 +52,7 @@ class BenchmarksPart(Part[Config]):
         """Add the plan of a benchmark.
 
         Raises:
-            DataError: its files are not those of the benchmark, or the chat template refuses its messages.
+            DataError: the files are not those of the benchmark, or the chat template rejects its messages.
         """
         from enginehouse_rl.benchmarks.lm_eval_tasks import read_items
         from enginehouse_rl.benchmarks.prompts import load_prompts
@@ -96,7 +93,7 @@ class BenchmarksPart(Part[Config]):
         self.benchmarks = (*self.benchmarks, plan)
 
     def _find_room(self) -> int | None:
-        """Return the most tokens of a row that the engine which answers can read; None if that is not known."""
+        """Return the maximum number of tokens of a row that the answering engine can read; None if unknown."""
         role = self.run.roles["evaluation" if "evaluation" in self.run.roles else "rollout"]
         limits = (served_positions(self.run[ModelPart].json), role.options.get("max_model_tokens"))
         return min((limit for limit in limits if isinstance(limit, int)), default=None)

@@ -1,4 +1,4 @@
-"""Checks the rows of a run's files, and how long each may be; `prompts` does it for a run that generates."""
+"""Checks the rows of a run's files, and the maximum length of each row. `prompts` does it for runs that generate."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ class DataPart(Part[C]):
     """The rows of a config's files.
 
     Attributes:
-        limit: the most tokens of a prompt; in a run that does not generate, of a row.
-        columns: the columns of the rows that rewards get; None if they are not known.
+        limit: the maximum number of tokens of a prompt or, in a run that does not generate, of a row.
+        columns: the columns of the rows that rewards get; None if unknown.
     """
 
     limit: TokenLimit
     columns: Sequence[RowColumns] | None = None
 
     def files(self) -> Mapping[str, str]:
-        """Return the paths that the run reads, by the config key of each."""
+        """Return the paths that the run reads, by their config keys."""
         data = self.config.data
         return {**key_paths("data.train", data.train), **key_paths("data.validation", data.validation or [])}
 
     def rows_of(self, role: str) -> int:
-        """Return the most rows of one call of a role."""
+        """Return the maximum number of rows in one call of a role."""
         raise NotImplementedError
 
     def find_longest(self) -> tuple[int, str]:
-        """Return the tokens of the longest row, with a description if some of them are generated."""
+        """Return the number of tokens of the longest row, and a description if some of them are generated."""
         return self.limit.tokens, ""
 
     def find_longest_answered(self) -> int:
-        """Return the tokens of the longest row that is only generated; 0 if there is none."""
+        """Return the number of tokens of the longest row that is generated but not trained on; 0 if there is none."""
         return 0
 
     @property
     def needs_reward(self) -> bool:
-        """True if responses to some of its rows are scored by the config's reward."""
+        """True if the config's reward scores responses to some of the rows."""
         return True
 
     @property
     def is_validated(self) -> bool:
-        """True if there are rows to validate on."""
         return bool(self.config.data.validation)
 
     def check_validated(self) -> None:
-        """Note validations without a file to validate on, because taking the file away is enough to have none."""
+        """Note validations without a file. This is no error, because users turn validation off by removing the file."""
         if self.config.train.validate_every and not self.is_validated:
             self.note(
-                "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+                "train.validate_every is set, but there is no file to validate on (data.validation), so there are no "
+                "validations"
             )
 
 
@@ -85,14 +85,14 @@ class DemonstrationsPart(DataPart[SFTConfig]):
 
 
 class PreferencesPart(DataPart[PreferenceConfig]):
-    """Pairs of responses, one of which is preferred, or responses that are rated one by one."""
+    """Pairs of responses, one of which is preferred, or single responses with a rating."""
 
     rows: int
     held_out: int
 
     @property
     def is_rated(self) -> bool:
-        """True if a row has one response, with its rating."""
+        """True if a row has one response with its rating."""
         config = self.config
         return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
 
@@ -122,10 +122,10 @@ class PreferencesPart(DataPart[PreferenceConfig]):
 
 
 class PreferenceLossPart(Part[PreferenceConfig]):
-    """Settles the loss of a run on preferences."""
+    """The loss of a run on preferences."""
 
     def settle(self) -> None:
-        """Refuse arguments that the loss does not take, because they would do nothing."""
+        """Reject arguments that the loss does not use."""
         config = self.config
         if not isinstance(config, DPOConfig):
             return
@@ -146,12 +146,9 @@ class PreferenceLossPart(Part[PreferenceConfig]):
 
 
 def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: int = 0) -> TokenLimit:
-    """Return how long a row may be, by the config or by the model's positions.
+    """Return the maximum length of a row, from the config or from the model's positions.
 
-    Args:
-        config: the config of the run.
-        model: the model that reads the rows.
-        further: the tokens that are added to each row.
+    `further` is the number of tokens that the run adds to each row.
     """
     number = positions(model.json)
     if number is not None and number - further < config.data.max_tokens:
@@ -163,18 +160,17 @@ def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: i
 
 
 def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:
-    """Return paths by the config key of each."""
     listed = name_files(paths)[1]
     return {key if len(listed) == 1 else f"{key}[{number}]": path for number, path in enumerate(listed)}
 
 
 def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how many rows some files have, and how often each is drawn."""
+    """Describe how many rows some files have, and how often the run uses each row."""
     return f"{rows:,} {noun} in {name_files(files)[0]}, each used {drawn / rows:.2g} times"
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how much is drawn of each source."""
+    """Describe how often the run uses each source."""
     if len(sources) == 1:
         return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)
@@ -186,7 +182,7 @@ def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable
 
 
 def list_held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
-    """Yield the fact of how many rows are held out, and when they measure the model; none if there are none."""
+    """Yield one fact: the number of held-out rows, and when the model is validated. Yield none without such rows."""
     if config.data.validation:
         every = config.train.validate_every
         often = f"every {count(every, 'step')} and " if every else ""

@@ -1,4 +1,4 @@
-"""Settles the run directory, the checkpoint to resume from, and the trackers that get the metrics too."""
+"""Checks the run directory, the checkpoint to resume from, and the trackers that also get the metrics."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class DirectoryPart(Part[schema.AnyConfig]):
     """The run directory, and the earlier run in it.
 
     Attributes:
-        path: the absolute path.
-        resumed: the checkpoint from which the run resumes; None for a run that starts.
-        spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
+        resumed: the checkpoint that the run resumes from; None for a new run.
+        spare_unfinished: true if `run.overwrite` must not delete a run that can be resumed.
         obstacle: the reason that the run cannot start although its config is valid; empty if it can.
     """
 
@@ -90,7 +89,7 @@ class EvalDirectoryPart(DirectoryPart):
 
 
 class CheckpointsPart(Part[schema.AnyConfig]):
-    """Notes that an interrupted run may have no checkpoint to resume from."""
+    """Adds a note if an interrupted run may have no checkpoint to resume from."""
 
     def settle(self) -> None:
         train = self.config.train
@@ -102,11 +101,7 @@ class CheckpointsPart(Part[schema.AnyConfig]):
 
 
 class TrackersPart(Part[schema.AnyConfig]):
-    """Settles the trackers that metrics are sent to, besides the run directory.
-
-    Attributes:
-        plans: each of them.
-    """
+    """The trackers that get the metrics, besides the run directory."""
 
     plans: tuple[TrackerPlan, ...]
 
@@ -129,10 +124,10 @@ class TrackersPart(Part[schema.AnyConfig]):
             yield "trackers", ", ".join(plan.name for plan in self.plans)
 
     def _plan_tracker(self, section: schema.TrackerConfig, key: str) -> TrackerPlan:
-        """Find a tracker, and check that it is one and takes its arguments.
+        """Find a tracker, and check its methods and its arguments.
 
         Raises:
-            UserError: there is no such tracker, or it does not take them.
+            UserError: there is no such tracker, it lacks a method, or it does not take the arguments.
         """
         name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
         reference, tracker = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)

@@ -1,4 +1,4 @@
-"""The draft of a plan, which its parts share while a config is checked, and the base class of a part."""
+"""The draft of a plan, which its parts share while they check a config, and the base class of a part."""
 
 from __future__ import annotations
 
@@ -25,18 +25,14 @@ C = TypeVar("C", bound=AnyConfig, covariant=True)
 P = TypeVar("P", bound="Part[Any]")
 R = TypeVar("R", bound=Record)
 Fact = tuple[str, str]
-"""A label, and a sentence of what the run will do."""
+"""A label, and a sentence that describes the run."""
 
 
 class Part(Generic[C]):
-    """A section of a config, or a few that belong together.
+    """A section of a config, or a few sections that belong together.
 
     Parts settle one after another, in the order of a tuple in `enginehouse_rl.plan.plan`. A later part may read the
-    attributes of an earlier one (`run[ModelPart].json`) and the draft's roles.
-
-    Attributes:
-        run: the draft of the plan.
-        config: the whole config.
+    attributes of an earlier part (`run[ModelPart].json`) and the draft's roles.
     """
 
     def __init__(self, run: Draft[C]):
@@ -47,25 +43,21 @@ class Part(Generic[C]):
         """Resolve names, fill in defaults that depend on other sections, and check all; problems go to the findings."""
 
     def facts(self) -> Iterable[Fact]:
-        """Return the facts of the run; called if every part has settled without a problem."""
+        """Return the facts of the run. Called only if every part has settled without a problem."""
         return ()
 
 
 class Draft(Generic[C]):
-    """A config on its way to a plan.
+    """A config that is being turned into a plan.
 
     Attributes:
-        config: the config.
         findings: the problems of the config, and notes on what the user may not expect.
-        plugins: the installed plugins.
         device: torch device type of every engine; `device_reason` says why.
-        dtype: the dtype that they compute in.
+        dtype: the dtype that the engines compute in.
         python_path: directories from which the user's own functions are imported.
-        roles: the plan of each role by name.
-        engines: the engine of each role.
-        models: `config.json` of each role with a model of its own; the actor's is in `run[ModelPart]`.
-        model_key: the key or option of the actor's model, for messages.
-        model_step: the step of the run that trained the model; 0 if it is not known.
+        models: `config.json` of each role that does not use the actor's model; the actor's is in `run[ModelPart]`.
+        model_key: the key or option that names the actor's model, for messages.
+        model_step: the step of the run that saved the model; 0 if unknown.
         source: the name of the config in messages.
         short_paths: the short names that replace long paths in the plan's text.
     """
@@ -99,10 +91,10 @@ class Draft(Generic[C]):
         self._check_device()
 
     def settle(self, parts: Iterable[type[Part[Any]]]) -> None:
-        """Have each part settle, in this order.
+        """Let each part settle, in this order.
 
         Raises:
-            UserError: something is wrong; where several things are, one `ConfigError` that lists them.
+            UserError: the config has a problem. Several problems are one `ConfigError` that lists them.
         """
         for kind in parts:
             self._parts.append(part := kind(self))
@@ -110,28 +102,29 @@ class Draft(Generic[C]):
         self.findings.raise_problems(self.source)
 
     def __getitem__(self, kind: type[P]) -> P:
-        """Return the part of this kind, which has settled."""
+        """Return the part of this kind, which must have settled."""
         return next(part for part in self._parts if isinstance(part, kind))
 
     def facts(self, page: Sequence[str] = ()) -> tuple[Fact, ...]:
-        """Return the facts of all parts: those with a label on the `page` first, in its order, then part by part."""
+        """Return the facts of all parts: those with a label on `page` first, in its order, then the rest in that of the
+        parts."""
         order = {label: number for number, label in enumerate(page)}
         facts = [(label, self.shorten(words)) for part in self._parts for label, words in part.facts()]
         return tuple(sorted(facts, key=lambda fact: order.get(fact[0], len(order))))
 
     def shorten(self, words: str) -> str:
-        """Return words with the names of long paths in their place."""
+        """Replace long paths in a text by their short names."""
         for path, name in self.short_paths.items():
             words = words.replace(path, name)
         return words
 
     def model_spec(self, path: str) -> ModelSpec:
-        """Return the specification of the model in `path`, for a role that loads it."""
+        """Return the specification of the model in `path`, from which a role loads it."""
         model, seed = self.config.model, self.config.train.seed
         return ModelSpec(os.path.abspath(path), dtype=self.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
 
     def records(self, kind: type[R], name: str | None = None) -> list[R]:
-        """Return the records of a kind, usable or not; with a name, those that the config may mean by it."""
+        """Return all records of a kind, even unusable ones; with a name, only those that the name may refer to."""
         return [record for record, _ in self.plugins.providers(kind, name) if isinstance(record, kind)]
 
     def call(
@@ -146,15 +139,11 @@ class Draft(Generic[C]):
         """Check that a function takes the arguments that its section of the config gives it.
 
         Args:
-            kind: the type of its record.
-            name: its name in the config.
-            arguments: its arguments in the config.
-            key: the key of its section.
-            others: names of further arguments, which its record does not have.
-            taken: further arguments, which its record asks for (`Loss.taken_from`); they are no reason to import it.
+            others: names of further arguments, which its record does not list.
+            taken: further arguments, which its record asks for (`Loss.taken_from`). They alone do not cause an import.
 
         Returns:
-            The function, with all arguments but `others`; an empty reference after a problem.
+            The function with all arguments except `others`. Its reference is empty after a problem.
         """
         within, taken = f"{key}.arguments", dict(taken or {})
         check_secrets(self.findings, within, arguments, read=False)

@@ -1,4 +1,4 @@
-"""Checks the engine of a role: it is installed, its options are right, and it can do what the role asks of it."""
+"""Checks the engine of a role: it is installed, its options are valid, and it can do what the role needs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class RoleEngine:
     """The engine of a role; its problems go to the findings.
 
     Attributes:
-        section: its section of the config.
         key: the role's key in the config: `"actor"`.
-        record: its backend's record; None after a problem.
+        record: the record of its backend; None after a problem.
         options: its complete options as plain data; empty after a problem.
         typed: the options as an instance of the backend's class; None after a problem.
     """
@@ -68,7 +67,7 @@ class RoleEngine:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """The interpreter of its workers; after a problem, this process's own."""
+        """The interpreter of the engine's workers; after a problem, the interpreter of this process."""
         interpreter = self._choose_interpreter()
         if self.typed is not None and self.typed.native:
             check_native_names(self.findings, self.typed, self.name, interpreter.python, self.key)
@@ -81,21 +80,21 @@ class RoleEngine:
 
     @property
     def gpus(self) -> int:
-        """GPUs of a replica in a run on GPUs; 1 after a problem."""
+        """GPUs of one replica, if the run uses GPUs; 1 after a problem."""
         return self.typed.gpus() if isinstance(self.typed, RolloutOptions) else 1
 
     @property
     def words(self) -> str:
-        """The backend, with the options that the config gives it."""
+        """The backend's name, with the options that the config sets."""
         options = ", ".join(f"{name}={value}" for name, value in self.section.options.items())
         return f"{self.section.backend} ({options})" if options else self.section.backend
 
     def lacks(self, capability: str) -> bool:
-        """True if the backend is known and has not this capability."""
+        """True if the backend is known and does not have this capability."""
         return self.record is not None and capability not in self.record.capabilities
 
     def role(self, path: str, processes: int) -> RolePlan:
-        """Return the plan of a role with this engine and the model in `path`, in processes of its own."""
+        """Return the plan of a role that runs this engine with the model in `path`, in its own processes."""
         return RolePlan(
             kind="train" if self.kind is TrainBackend else "rollout",
             backend=self.section.backend,
@@ -108,7 +107,7 @@ class RoleEngine:
         )
 
     def check_processes(self, processes: int, begins: str) -> None:
-        """Check its options against a number of processes; a refusal begins with `begins`."""
+        """Check the options against a number of processes; the message of a problem begins with `begins`."""
         try:
             if self.typed is not None:
                 self.typed.check(processes)
@@ -116,7 +115,7 @@ class RoleEngine:
             self.findings.refuse(f"{begins}: {error}{self.owner_words}")
 
     def check_value_head(self, role: str) -> None:
-        """Check that it trains models with a value head, which `role` needs."""
+        """Check that the engine can train models with a value head, which `role` needs."""
         if self.lacks(VALUE_HEAD):
             self.findings.refuse(
                 f"{role}.engine.backend: engine {self.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
@@ -124,13 +123,7 @@ class RoleEngine:
             )
 
     def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:
-        """Check its options against a model and the model's files, unless there is a problem with either.
-
-        Args:
-            model: the model's `config.json`.
-            spec: the model that the engine loads.
-            path_key: the config key of the model.
-        """
+        """Check the options against a model and its files, unless either has a problem already."""
         if self.typed is None or not model:
             return
         self.findings.doing(f"Building {spec.path} without its weights")
@@ -148,11 +141,11 @@ class RoleEngine:
 
     @property
     def owner_words(self) -> str:
-        """The end of a message on its options, which names the backend."""
+        """The last words of a message about the options, which name the backend."""
         return f" (options of engine {self.record.name!r})" if self.record else ""
 
     def _find(self) -> Backend | None:
-        """Find the backend's record, and check its devices and the methods of its engine."""
+        """Find the backend's record, and check its devices and the methods of its engine class."""
         run, key = self.run, f"{self.key}.engine.backend"
         try:
             record = run.plugins.get(self.kind, self.section.backend, elsewhere=True)
@@ -182,7 +175,7 @@ class RoleEngine:
         return record
 
     def _take_options(self, processes: int) -> None:
-        """Check and complete the options by the backend's own class."""
+        """Check and complete the options with the backend's options class."""
         key, device = f"{self.key}.engine.options", self.run.device
         if self.record is None:
             return
@@ -204,12 +197,8 @@ class RoleEngine:
         self.options = {} if options is None else options.model_dump()
 
     def _advise(self, options_class: type[BaseModel], option: str) -> str:
-        """Return advice on an option that the backend lacks: another backend has it, or it is the engine's own.
-
-        Args:
-            options_class: the backend's options.
-            option: the dotted name, without `engine.options`.
-        """
+        """Return advice on an option that the backend lacks: another backend has it, or the engine itself takes it.
+        `option` is the dotted name, without `engine.options`."""
         fields, first = list(options_class.model_fields), option.partition(".")[0]
         if first in fields or difflib.get_close_matches(option, fields, n=1, cutoff=0.8):
             return ""  # mistyped
@@ -228,7 +217,7 @@ class RoleEngine:
         return answer
 
     def _choose_interpreter(self) -> Interpreter:
-        """Choose the interpreter of its workers, and check their options and environment variables."""
+        """Choose the interpreter of the engine's workers, and check their options and environment variables."""
         launcher, record, device = self.run.config.cluster.launcher, self.record, self.run.device
         check_secrets(self.findings, f"{self.key}.engine.options", self.section.options, read=False)
         check_variables(self.findings, f"{self.key}.engine.env", self.section.env, launcher)
@@ -261,13 +250,10 @@ class RoleEngine:
 
 
 def check_native_names(findings: Findings, options: EngineOptions, backend: str, python: str | None, key: str) -> None:
-    """Refuse arguments of an engine (`native`) that its own source does not have, if that is installed.
+    """Reject arguments under `native` that the engine's source does not declare, if the engine is installed.
 
     Args:
-        findings: gets the problems.
-        options: the options of the backend.
-        backend: the name of the backend.
-        python: the interpreter whose packages hold the engine; None: this process's.
+        python: the interpreter in whose packages the engine is installed; None: this process's interpreter.
         key: the config key of the role: `"actor"`.
     """
     native_names = read_native_names(options.native_sources, python)
@@ -279,11 +265,11 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
 
 
 def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
-    """Return the names that an engine's source declares as fields of classes or as flags; empty if it is not installed.
+    """Return the names that an engine's source declares as class fields or flags; empty if it is not installed.
 
     Args:
-        sources: glob patterns, as `EngineOptions.native_sources` has them.
-        python: the interpreter whose packages hold the engine; None: this process's.
+        sources: glob patterns, as in `EngineOptions.native_sources`.
+        python: the interpreter in whose packages the engine is installed; None: this process's interpreter.
     """
     if python is None:
         roots = {Path(entry) for entry in sys.path}
@@ -300,7 +286,7 @@ def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
 
 
 def _find_options_class(record: Backend) -> type[BaseModel] | str:
-    """Return a backend's class of options, or a message that there is none."""
+    """Return a backend's options class, or a message that it has none."""
     try:
         options = resolve(record.options)
     except ResolveError as error:
@@ -314,7 +300,7 @@ def _find_options_class(record: Backend) -> type[BaseModel] | str:
 
 
 def _takes_native(options: type[BaseModel]) -> bool:
-    """True if a backend hands `native` on to its engine."""
+    """True if a backend passes `native` on to its engine."""
     try:
         return bool(options.model_validate({"native": {"name": 0}}))
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Makes a model directory of each model in GGUF before it is checked, because engines only read safetensors."""
+"""Converts models in GGUF files to model directories, because engines read only safetensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from enginehouse_rl.plan.parts.hub import map_model_paths, replace_models
 
 
 class GgufPart(Part[AnyConfig]):
-    """Puts model directories in the place of GGUF files, for all parts that settle after it.
+    """Replaces GGUF files by model directories, for all parts that settle later.
 
     Attributes:
-        entries: the entry of each model that was made of a file, for `run.json`.
+        entries: the entry of each converted model, for `run.json`.
     """
 
     entries: tuple[Mapping[str, Any], ...] = ()

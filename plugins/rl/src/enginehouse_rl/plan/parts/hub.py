@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: models and data sets are fetched before anything else of a config is looked at."""
+"""Fetches the models and data sets that a config names on the Hugging Face hub, before anything else is checked."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from enginehouse_rl.hub.snapshots import Snapshot
 
 RECORDED = "hub"
-"""The entry of `run.json` with the commits."""
+"""The key in `run.json` that holds the commits."""
 _Field = Literal["model", "train", "validation"]
 _Text = tuple[_Field, str]
-"""A text of a config, and what it stands for."""
+"""The field of the config, and the text in it."""
 
 
 class HubPart(Part[AnyConfig]):
-    """Puts paths in the place of names on the hub, for all parts that settle after it.
+    """Replaces names on the hub by paths, for all parts that settle later.
 
     Attributes:
-        written: the config with the commit in each name, as a run writes it down.
+        written: the config as a run records it, with the commit in each name.
         entries: the entry of each name, for `run.json`.
         benchmarks: the directory with the data set of each benchmark, by the benchmark's name.
     """
@@ -46,7 +46,7 @@ class HubPart(Part[AnyConfig]):
             self.findings.raise_problems(self.run.source)
 
     def _settle_names(self) -> None:
-        """Fetch what stands in the place of paths."""
+        """Fetch the files of all names that stand in the place of paths."""
         names: dict[_Text, tuple[_Place, HubName]] = {}
         for place in _iterate_places(self.config, self.run.model_key):
             if name := HubName.parse(place.text, "model" if place.field == "model" else "dataset"):
@@ -68,7 +68,7 @@ class HubPart(Part[AnyConfig]):
         self.findings.raise_problems(self.run.source)
 
     def _settle_benchmarks(self, texts: Sequence[str]) -> None:
-        """Fetch the data sets of benchmarks, and pin their commits; a resumed run keeps those that it began with."""
+        """Fetch the data sets of benchmarks, and pin their commits. A resumed run keeps its commits."""
         from enginehouse_rl.hub.snapshots import fetch
 
         names, former, pinned = list_benchmarks(texts), self._read_former(), list[str]()
@@ -97,15 +97,15 @@ class HubPart(Part[AnyConfig]):
             yield "hub", ", ".join(dict.fromkeys(f"{entry['name']} at {entry['commit']}" for entry in self.entries))
 
     def _read_former(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the entries of the run that is resumed, by their keys."""
+        """Return the hub entries of the run that is resumed, by their config keys."""
         entries = read_record(Path(self.config.run.directory)).get(RECORDED) if self.run.resume else None
         return {entry["key"]: entry for entry in entries} if isinstance(entries, list) else {}
 
     def _fetch(self, place: _Place, name: HubName, former: Mapping[str, Any] | None) -> _Fetched:
-        """Fetch the files of a name; a resumed run keeps the commit that it began with.
+        """Fetch the files of a name. A resumed run keeps the commit that it began with.
 
         Raises:
-            UserError: it cannot be had, or is another commit.
+            UserError: the name cannot be fetched, or names another commit than the resumed run.
         """
         from enginehouse_rl.hub.snapshots import SHOWN, fetch_model
         from enginehouse_rl.hub.splits import fetch_split
@@ -144,7 +144,7 @@ class HubPart(Part[AnyConfig]):
         )
 
     def _replace(self, paths: Mapping[_Text, Sequence[str]]) -> Any:
-        """Return the config with other paths in the place of some."""
+        """Return the config with some of its texts replaced by paths."""
 
         def find_paths(field: _Field, text: str) -> Sequence[str]:
             return paths.get((field, text), (text,))
@@ -153,8 +153,8 @@ class HubPart(Part[AnyConfig]):
             files = find_paths(field, text)
             if len(files) > 1:
                 self.refuse(
-                    f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one: write "
-                    "them as one, by `datasets`, or list them without weights"
+                    f"{key}: {text} is stored as {len(files)} files, but here each name or weight belongs to a "
+                    "single file: join them with `datasets`, or list them without weights"
                 )
             return files[0]
 
@@ -180,7 +180,7 @@ class HubPart(Part[AnyConfig]):
 
 
 class _Place(NamedTuple):
-    """A place of a config where a name may be."""
+    """A place in a config where a name on the hub may stand."""
 
     key: str
     text: str
@@ -191,7 +191,6 @@ class _Fetched(NamedTuple):
     """The files of a name on the hub.
 
     Attributes:
-        directory: the directory of the files.
         short: the name that replaces the directory in the plan's text.
         paths: the paths that replace the name in the config.
         pinned: the name with its commit.
@@ -208,7 +207,7 @@ class _Fetched(NamedTuple):
 
 
 def _describe_unreached(name: HubName, snapshot: Snapshot) -> str:
-    """Say which commit a name is taken to be, if the hub was not asked; else return an empty text."""
+    """If the hub could not be asked, describe which cached commit is used; otherwise return an empty text."""
     if name.names_commit or not snapshot.unreached:
         return ""
     from enginehouse_rl.hub.snapshots import SHOWN
@@ -217,7 +216,7 @@ def _describe_unreached(name: HubName, snapshot: Snapshot) -> str:
 
 
 def _iterate_places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
-    """Return the places of a config where a name may be, with the keys that messages call them by."""
+    """Yield the places in a config where a name on the hub may stand, with their keys for messages."""
     for key, path in map_model_paths(config).items():
         yield _Place(model_key if key == "model.path" else key, path, "model")
     fields: tuple[_Field, ...] = ("train", "validation")
@@ -232,20 +231,20 @@ def _iterate_places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
 
 
 def map_model_paths(config: AnyConfig) -> dict[str, str]:
-    """Return the path of each model of a config, by its key."""
+    """Return the path of each model in a config, by its config key."""
     paths = {f"{name}.path": section.path for name, section in list_auxiliaries(config).items() if section.path}
     return {"model.path": config.model.path, **paths}
 
 
 def replace_models(config: Any, paths: Mapping[str, str]) -> Any:
-    """Return a config with other paths of models, by their keys."""
+    """Return a config with other model paths, given by their config keys."""
     for key, path in paths.items():
         config = _set(config, key.split("."), path)
     return config
 
 
 def _set(section: Any, key: Sequence[str], value: Any) -> Any:
-    """Return a section, or a mapping of sections, with another value in it."""
+    """Return a copy of a section, or of a mapping of sections, with one value changed."""
     first, *inner = key
     current = section[first] if isinstance(section, Mapping) else getattr(section, first)
     changed = _set(current, inner, value) if inner else value

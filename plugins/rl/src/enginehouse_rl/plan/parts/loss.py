@@ -1,4 +1,4 @@
-"""Settles the losses, the KL term, and whose logprobs the ratio divides by."""
+"""Checks the losses and the KL term, and chooses the engine whose logprobs the ratio divides by."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.draft import Fact, Part
 
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
-"""The argument of losses for the largest importance weight of a token, and its default for samples of older weights
-(`null` takes the weights away)."""
+"""The loss argument for the largest importance weight of a token, and its default for samples of older weights. `null`
+turns the importance weights off."""
 NARROW = 0.05
-"""Engines that compute in bfloat16 differ in single tokens by more nats than a clip range below this allows."""
+"""Narrower clip ranges are noted in bfloat16, because two engines differ by more nats in single tokens."""
 
 
 class LossPart(Part[Config]):
-    """Settles the losses of actor and critic.
+    """The losses of actor and critic.
 
     Attributes:
-        call: the actor's loss, with the arguments that come from other sections, but without the KL term's.
+        call: the actor's loss, with the arguments that come from other sections, except those of the KL term.
         critic: the critic's loss; None without a critic.
-        old_logprobs: engine whose logprobs are the divisor of the ratio.
-        why_actor: reason for choosing the actor's, unless the config does.
+        old_logprobs: the engine whose logprobs are the denominator of the ratio.
+        why_actor: the reason for using the actor's logprobs; empty if the config chooses them.
     """
 
     call: FunctionCall
@@ -60,10 +60,8 @@ class LossPart(Part[Config]):
         )
 
     def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:
-        """Return whose logprobs the ratio divides by, and the reason for the actor's, unless the config says so.
-
-        A loss that needs the actor's and does not get them is refused.
-        """
+        """Return the engine whose logprobs the ratio divides by; for the actor also the reason, unless the config
+        chooses it. A loss that needs the actor's logprobs is rejected if the config chooses the rollout's."""
         config, dtype = self.config, self.run.dtype
         loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
         always, narrow, needing = False, list[str](), set[str]()
@@ -82,11 +80,11 @@ class LossPart(Part[Config]):
             return chosen, "" if configured else reason
         cure = "set algorithm.old_logprobs=actor"
         if always:
-            self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, as {reason}: {cure}")
+            self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, because {reason}: {cure}")
         elif narrow:
             self.note(
-                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding "
-                f"alone makes ratios that are clipped: {cure}"
+                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the rounding of the "
+                f"engines is enough to clip ratios: {cure}"
             )
         for name in sorted(needing):
             self.refuse(
@@ -96,7 +94,7 @@ class LossPart(Part[Config]):
         return chosen, ""
 
     def _take_arguments(self) -> Mapping[str, Any]:
-        """Return unset arguments of the loss that it takes from other sections (`Loss.taken_from`).
+        """Return the loss arguments that are unset in the config and come from other sections (`Loss.taken_from`).
 
         With `train.staleness` they include the cap of importance weights, if the loss has one and gets the actor's
         logprobs.
@@ -120,12 +118,12 @@ class LossPart(Part[Config]):
         return arguments
 
     def _check_kl(self) -> None:
-        """Check that the KL term has an effect, and that only it gives the loss its arguments."""
+        """Check that the KL term has an effect, and that the config sets none of its arguments on the loss itself."""
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(
-                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward and "
-                "algorithm.kl.coefficient to what it begins with"
+                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward "
+                "and algorithm.kl.coefficient to its first value"
             )
         if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
             self.refuse(
@@ -147,12 +145,14 @@ class LossPart(Part[Config]):
             )
         for name, cure in KL_ARGUMENTS.items():
             if name in config.algorithm.loss.arguments:
-                self.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+                self.refuse(
+                    f"algorithm.loss.arguments.{name}: a loss gets this argument from the KL term; set {cure} instead"
+                )
 
     def _check_output(self, key: str, name: str, output: str) -> None:
-        """Check that a loss takes the output of its role's model."""
+        """Check that a loss uses the output that its role's model has."""
         records = self.run.records(LossRecord)
         record = next((record for record in records if record.name == name), None)
         if record is not None and record.output != output:
             fitting = ", ".join(record.name for record in records if record.output == output)
-            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; of {output} are {fitting}")
+            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; losses of {output} are {fitting}")

@@ -1,5 +1,3 @@
-"""Checks the memory that the engines of a run need of each device."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -15,15 +13,14 @@ from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 
 GENERATING = ("rollout", "evaluation")
-"""The roles that generate."""
 
 
 class MemoryPart(Part[AnyConfig]):
-    """The memory that the engines need, and a check that each device has it.
+    """Estimates the memory that the engines need, and checks that each device has enough.
 
     Attributes:
         lines: the memory of each role, as text.
-        total: the memory in a few words; empty if it is not known.
+        total: the memory in a few words; empty if unknown.
     """
 
     lines: list[str]
@@ -64,7 +61,7 @@ class MemoryPart(Part[AnyConfig]):
         needs.check(self.findings, exact)
 
     def _borrows(self, name: str) -> bool:
-        """Return True if a role may compute with the actor's own weights."""
+        """True if a role may compute with the actor's own copy of the weights."""
         is_colocated, engines = self.run.roles[name].shares == "actor", self.run.engines
         return (
             name == "rollout"

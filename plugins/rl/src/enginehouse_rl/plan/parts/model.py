@@ -1,5 +1,3 @@
-"""Reads the model that is trained or evaluated, and its tokenizer."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -14,10 +12,11 @@ from enginehouse_rl.plan.tokenizers import vocabulary
 
 
 class ModelPart(Part[AnyConfig]):
-    """The actor's model, with which the rollout and models beside it begin too.
+    """The model that is trained or evaluated, and its tokenizer. The rollout and models beside the actor start from it
+    too.
 
     Attributes:
-        json: its `config.json`; empty after a problem.
+        json: the content of `config.json`; empty after a problem.
         tokenizer: its tokenizer; None after a problem.
     """
 
@@ -37,7 +36,7 @@ class ModelPart(Part[AnyConfig]):
             self.tokenizer.embeddings = vocabulary(self.json)
 
     def check_trainable(self, key: str, path: str, model: Mapping[str, Any]) -> None:
-        """Refuse a model whose `config.json` says that it is quantized, because it could not be exported."""
+        """Reject a model whose `config.json` says that it is quantized, because it could not be exported."""
         quantized = model.get("quantization_config") or (model.get("text_config") or {}).get("quantization_config")
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -56,7 +55,7 @@ class ModelPart(Part[AnyConfig]):
 
 
 def check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
-    """Check by a model's `config.json` that it writes text.
+    """Check by a model's `config.json` that it generates text.
 
     Raises:
         ModelError: it is a classifier.

@@ -1,4 +1,4 @@
-"""Places roles in processes and on devices, and checks that this machine has enough of them."""
+"""Places roles in processes and on devices, and checks that this machine has enough devices."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class ProcessesPart(Part[C]):
     """The processes of all roles, and the devices that they need.
 
     Attributes:
-        not_shared: if there are too few GPUs, why the rollout does not share the actor's, or how to have it do so.
+        not_shared: with too few GPUs, the reason why the rollout does not share the actor's, or how to make it share
+            them.
     """
 
     not_shared = ""
 
     def check_machine(self, largest: int) -> None:
-        """Check the launcher and the devices against the processes; the largest role has `largest`."""
+        """Check that the launcher and the devices allow the processes; `largest` is the most processes of one role."""
         run, cluster, gpus = self.run, self.config.cluster, count_gpus(self.run.roles)
         check_agreement(self.findings, run.roles)
         if cluster.launcher == "inline" and largest > 1:
@@ -58,7 +59,7 @@ class ProcessesPart(Part[C]):
         self._check_cores()
 
     def check_inline(self) -> None:
-        """Check that an inline run has no processes but the actor's."""
+        """Check that an inline run needs no processes besides the actor's."""
         config, separate = self.config, own_processes(self.run.roles)
         for name, section in list_auxiliaries(config).items():
             if name in separate and config.cluster.launcher == "inline":
@@ -79,7 +80,7 @@ class ProcessesPart(Part[C]):
             yield "runtimes", "; ".join(runtimes)
 
     def _check_cores(self) -> None:
-        """Note engines that share cores of this machine; on GPUs they hardly use any."""
+        """Note engines that share CPU cores of this machine. In a run on GPUs they hardly use any."""
         cluster, processes = self.config.cluster, sum(role.processes for role in own_processes(self.run.roles).values())
         # macOS has no affinity
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -93,7 +94,7 @@ class ProcessesPart(Part[C]):
 
 
 class SupervisedPlacementPart(ProcessesPart[SFTConfig | PreferenceConfig]):
-    """Places the roles of a run on rows of a file."""
+    """Places the roles of a run that trains on rows of a file."""
 
     def settle(self) -> None:
         processes, rows = self.config.actor.processes, self.config.train.rows_per_step
@@ -107,18 +108,18 @@ class SupervisedPlacementPart(ProcessesPart[SFTConfig | PreferenceConfig]):
 
 
 class EvalPlacementPart(ProcessesPart[Config]):
-    """Places the roles of an evaluation without a run, each in processes of its own."""
+    """Places the roles of an evaluation outside a run, each in its own processes."""
 
     def settle(self) -> None:
         self.check_machine(max(role.processes for role in self.run.roles.values()))
 
 
 class PlacementPart(ProcessesPart[Config]):
-    """Places the rollout of a run (`rollout.placement`), and checks that all roles fit beside each other.
+    """Places the rollout of a run (`rollout.placement`), and checks that there are enough devices for all roles.
 
     Attributes:
-        kind: `"colocated"`: in the actor's processes; `"shared"`: on its devices, in turns; `"separate"`.
-        apart: the reason why the rollout is not in the actor's processes; empty if it is there.
+        kind: `"colocated"`: in the actor's processes; `"shared"`: on the actor's devices, in turns; or `"separate"`.
+        apart: the reason why the rollout is not in the actor's processes; empty if it is.
     """
 
     kind: Kind
@@ -152,7 +153,7 @@ class PlacementPart(ProcessesPart[Config]):
         yield from super().facts()
 
     def _choose(self, rollout: RolePlan, actor: RolePlan) -> tuple[Kind, str, str]:
-        """Return where the rollout runs; the reason if it is not in the actor's processes; and `not_shared`."""
+        """Return the rollout's placement, the reason why it is not in the actor's processes, and `not_shared`."""
         config, placement = self.config, self.config.rollout.placement
         if placement == "colocated":
             self._check_colocated(rollout, actor)
@@ -179,9 +180,9 @@ class PlacementPart(ProcessesPart[Config]):
         return "separate", reason, f"actor and rollout cannot take turns on them, as {obstacle}" if shortage else ""
 
     def _explain_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
-        """Return why the rollout cannot run in the actor's processes, as far as the config allows; empty if it can."""
+        """Return the reason why the rollout cannot run in the actor's processes; empty if it can."""
         if self.config.train.staleness:
-            return "train.staleness lets it draw while the actor trains"
+            return "train.staleness lets it generate while the actor trains"
         if self.config.cluster.launcher == "inline":
             return ""
         record = self.run.engines["rollout"].record
@@ -192,7 +193,7 @@ class PlacementPart(ProcessesPart[Config]):
         reason = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
         self.note(
             f"{reason}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
-            f"rollout.replicas={actor.processes} would put it into the actor's"
+            f"rollout.replicas={actor.processes} would put it into the actor's processes"
         )
         return reason
 
@@ -216,7 +217,7 @@ class PlacementPart(ProcessesPart[Config]):
             )
 
     def _find_obstacle_to_turns(self, rollout: RolePlan) -> str:
-        """Return why actor and rollout cannot take turns on the same devices; empty if they can."""
+        """Return the reason why actor and rollout cannot take turns on the same devices; empty if they can."""
         config = self.config
         if config.train.staleness:
             return f"train.staleness is {config.train.staleness}: responses are generated while the actor trains"
@@ -230,7 +231,7 @@ class PlacementPart(ProcessesPart[Config]):
         return ""
 
     def _check_turns(self, rollout: RolePlan) -> None:
-        """Check that the actor's devices suffice for both, and that each role on them can give its memory up."""
+        """Check that the actor's devices suffice for the rollout, and that each role on them can release its memory."""
         gpus = rollout.gpus if self.run.device == "cuda" else 1
         needed, processes = rollout.processes * gpus, self.run.roles["actor"].processes
         if needed > processes:
@@ -252,13 +253,13 @@ class PlacementPart(ProcessesPart[Config]):
 
 
 def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
-    """Return the GPUs of each role that has devices of its own."""
+    """Return the number of GPUs of each role that has its own devices."""
     separate = own_processes(roles).items()
     return {name: role.processes * role.gpus for name, role in separate if role.devices_of is None}
 
 
 def _explain_lack(engine: RoleEngine, capability: str) -> str:
-    """Return a message that an engine lacks a capability and so cannot give its memory up; empty if it can."""
+    """Return a message if an engine lacks the capability to release its memory; empty if it has it."""
     if not engine.lacks(capability):
         return ""
     return f"engine {engine.name!r} cannot give its memory up (it lacks the capability {capability!r})"

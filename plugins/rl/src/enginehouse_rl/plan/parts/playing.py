@@ -1,4 +1,4 @@
-"""Settles the environment that plays tasks, and the rewards that score the episodes."""
+"""Checks the environment that generates samples, and the rewards that score them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, ma
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
-"""The trainer's own environment."""
+"""The built-in environment `single_turn`."""
 
 
 class EnvironmentPart(Part[Config]):
-    """The environment that makes the samples, and the processes that it runs in.
+    """The environment that generates the samples.
 
     Attributes:
-        call: the class.
-        is_single_turn: true if it is the trainer's own.
-        vocabulary: the number of tokens that every model of the run knows; None if that is not known.
-        most_tokens: the most tokens of a sample that every model can read; None if that is not known.
+        vocabulary: the number of tokens that every model of the run knows; None if unknown.
+        most_tokens: the maximum length in tokens of a sample that every model can read; None if unknown.
     """
 
     call = FunctionCall("")
@@ -76,7 +74,7 @@ class EnvironmentPart(Part[Config]):
             yield "environment", "; ".join(words)
 
     def _find_environment(self) -> FunctionCall:
-        """Find the class, and check its arguments.
+        """Find the environment's class, and check its arguments.
 
         Raises:
             UserError: there is no such class, or it does not take these arguments.
@@ -100,11 +98,7 @@ class EnvironmentPart(Part[Config]):
 
 
 class RewardsPart(Part[Config]):
-    """The rewards that score samples.
-
-    Attributes:
-        rewards: the plan of each reward.
-    """
+    """The rewards that score samples."""
 
     rewards: tuple[RewardPlan, ...]
 
@@ -138,7 +132,7 @@ class RewardsPart(Part[Config]):
         )
 
     def _plan_reward(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
-        """Find a reward, and check its arguments and the columns that it gets; `columns` is None if not known."""
+        """Find a reward, and check its arguments and the columns that it gets; `columns` is None if unknown."""
         key, arguments, reference = make_reward_key(name), section.arguments, ""
         if is_reserved(name):
             self.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
@@ -154,10 +148,8 @@ class RewardsPart(Part[Config]):
         return RewardPlan(name, reference, arguments, section)
 
     def _check_needed(self, environment: EnvironmentPart) -> None:
-        """Check that an environment which needs a reward has one, and note a reward that may be unused.
-
-        The trainer's own environment needs one, and so does any that says so (`Environment.needs_reward`).
-        """
+        """Check that an environment which needs a reward has one, and note a reward that may be unused. The environment
+        `single_turn` needs a reward, and so does any other that says so (`Environment.needs_reward`)."""
         config, name = self.config, self.config.environment.name
         rewards = config.reward.list_rewards()
         key = "reward" if "" in rewards else "reward.functions"

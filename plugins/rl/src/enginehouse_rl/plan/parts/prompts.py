@@ -1,4 +1,4 @@
-"""Checks the prompts that a run trains on, and those that are held out."""
+"""Checks the training prompts and the held-out prompts of a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_promp
 
 
 class PromptsPart(DataPart[Config]):
-    """The prompts of a run, with those that it is validated on.
-
-    Attributes:
-        rows: the rows of the files, as far as they are known.
-    """
+    """The training prompts of a run, and those that it is validated on."""
 
     rows: RowReading
 
@@ -59,12 +55,7 @@ class PromptsPart(DataPart[Config]):
         return self.run[BenchmarksPart].longest
 
     def add_response(self, key: str, tokens: int) -> tuple[int, str]:
-        """Return the tokens of the longest prompt with its response, and a description of both.
-
-        Args:
-            key: the config key of the longest response.
-            tokens: its value.
-        """
+        """Return the length of the longest prompt with a response of `tokens`, the value of `key`; describe both."""
         prompt, description = self.limit.tokens, f"a prompt of {self.limit.option}"
         # In an environment of more turns, a row is more than a prompt and a response.
         if self.rows.longest is not None and self.run[EnvironmentPart].is_single_turn:
@@ -72,7 +63,7 @@ class PromptsPart(DataPart[Config]):
         return prompt + tokens, f"{description}, and {key}={tokens}"
 
     def describe_answers(self) -> str:
-        """Describe which held-out prompts are answered, and how."""
+        """Describe which held-out prompts the model answers, and how."""
         files = ", ".join(f"{number:,} of {path}" for path, number in self.rows.held_out)
         samples, temperature = self.config.evaluation.samples_per_prompt, self.config.evaluation.sampling.temperature
         how = f"{count(samples, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
@@ -95,10 +86,8 @@ class PromptsPart(DataPart[Config]):
             yield "validation", f"prompts: {self.describe_answers()} before the first step{often} and after the last"
 
     def _limit_prompts(self) -> TokenLimit:
-        """Return how long prompts may be, by the config or by the room that a response leaves.
-
-        A response that does not fit into the model, or into an engine that generates, is refused.
-        """
+        """Return the maximum length of a prompt, set by the config or by the room that a response leaves. A config is
+        rejected if its longest response does not fit into the model, or into an engine that generates."""
         config, roles, model = self.config, self.run.roles, self.run[ModelPart].json
         prompt = config.data.max_prompt_tokens
         limit_by_config = TokenLimit.from_option("data.max_prompt_tokens", prompt)
@@ -113,7 +102,8 @@ class PromptsPart(DataPart[Config]):
         rescaled = served != positions(model)
         if rescaled:
             served_name = (
-                "the rows that all engines compute alike by the model's RoPE (longer ones have other frequencies)"
+                "the longest rows for which all engines compute the model's RoPE alike (longer ones have other "
+                "frequencies)"
             )
         for key, tokens, role in dict.fromkeys(responses):
             option = roles[role].options.get("max_model_tokens")
@@ -148,7 +138,7 @@ class PromptsPart(DataPart[Config]):
                 )
 
     def _check_save_best(self) -> None:
-        """Check that validations measure the metric that tells the best model, unless it may be one of a reward."""
+        """Check that validations measure the metric of `train.save_best`, unless a reward may report that metric."""
         config = self.config
         metric, files = config.train.save_best, config.data.validation_files()
         benchmarks = [benchmark.name for benchmark in list_benchmarks(config.evaluation.benchmarks)]
@@ -176,7 +166,7 @@ class PromptsPart(DataPart[Config]):
 
 
 class HeldOutPart(PromptsPart):
-    """The held-out prompts of an evaluation without a run."""
+    """The held-out prompts of an evaluation outside a run."""
 
     @property
     def needs_reward(self) -> bool:

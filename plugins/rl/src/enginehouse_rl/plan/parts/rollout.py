@@ -1,4 +1,4 @@
-"""Places the engine that answers training prompts, and the one that answers held-out prompts."""
+"""Plans the engine that answers training prompts, and the one that answers held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from enginehouse_rl.plan.parts.model import ModelPart
 
 
 class GeneratorPart(Part[Config]):
-    """An engine that generates, for the role `name`."""
+    """An engine that generates responses, for the role `name`."""
 
     name: ClassVar[str]
 
     def place(self, section: EngineConfig, replicas: int, key: str, trains: bool, validates: bool) -> RoleEngine:
-        """Add the role, and check the model and the sampling by its engine.
+        """Add the role, and let its engine check the model and the sampling settings.
 
         Args:
-            section: the section of the engine.
-            replicas: the number of replicas.
-            key: the key of the section that holds the engine's.
+            key: the key of the section that contains the engine's section.
             trains: true if the engine answers training prompts.
             validates: true if the engine answers held-out prompts.
         """
@@ -44,21 +42,21 @@ class GeneratorPart(Part[Config]):
         return engine
 
     def check_differing(self) -> None:
-        """Check that several answers to a held-out prompt can differ."""
+        """Check that several responses to one held-out prompt can differ."""
         evaluation = self.config.evaluation
         if evaluation.samples_per_prompt > 1 and evaluation.sampling.temperature == 0:
             self.refuse(
                 f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, and "
                 "evaluation.sampling.temperature is 0: the samples of a prompt would all be the same; set the "
-                "temperature, to 1.0 say"
+                "temperature, for example to 1.0"
             )
 
     def verify(self, engine: RoleEngine) -> int:
-        """Note the checks of weights in which the backend cannot take part.
+        """Note the checks of weights that the backend does not support.
 
         Returns:
-            The number of updates between checks of their effect: `weights.effect_check_every`, or 0 if the backend
-            cannot take part.
+            The number of weight updates between checks of their effect: `weights.effect_check_every`, or 0 if the
+            backend does not support the check.
         """
         every = self.config.weights.effect_check_every
         name = engine.name
@@ -81,7 +79,7 @@ class GeneratorPart(Part[Config]):
         return every
 
     def _check_stops(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
-        """Check that the backend can stop at the strings that the config asks for."""
+        """Check that the backend supports the stop strings of the config."""
         rollout, evaluation = self.config.rollout.sampling, self.config.evaluation.sampling
         stops = {"rollout.sampling.stop": rollout.stop} if trains else {}
         if validates and evaluation.stop is not None:
@@ -93,7 +91,7 @@ class GeneratorPart(Part[Config]):
                 self.refuse(f"{key}: engine {engine.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
 
     def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
-        """Check the sampling by the backend's options, unless there is a problem with these."""
+        """Check the sampling settings with the backend's options, unless these have a problem."""
         sections: dict[str, SamplingConfig | EvaluationSamplingConfig] = {}
         if trains:
             sections["rollout"] = self.config.rollout.sampling
@@ -109,7 +107,7 @@ class GeneratorPart(Part[Config]):
 
 
 class RolloutPart(GeneratorPart):
-    """The engine that answers training prompts, and held-out prompts unless another does."""
+    """The engine that answers training prompts. It answers held-out prompts too, unless a separate engine does."""
 
     name = "rollout"
 
@@ -125,7 +123,7 @@ class RolloutPart(GeneratorPart):
 
 
 class EvaluationPart(GeneratorPart):
-    """The engine that answers only held-out prompts, if there is one."""
+    """The separate engine that answers held-out prompts, if the config has one."""
 
     name = "evaluation"
 
@@ -155,7 +153,7 @@ class EvaluationPart(GeneratorPart):
             )
 
     def _check_servers(self, engine: RoleEngine, rollout: RoleEngine) -> None:
-        """Refuse a server that the rollout uses too."""
+        """Reject a server that the rollout uses too."""
         if engine.record is not rollout.record or engine.typed is None or rollout.typed is None:
             return
         if shared := set(engine.typed.servers()) & set(rollout.typed.servers()):
@@ -166,7 +164,7 @@ class EvaluationPart(GeneratorPart):
 
 
 class EvalRolloutPart(GeneratorPart):
-    """The engine of an evaluation without a run.
+    """The engine of an evaluation outside a run.
 
     Attributes:
         reads_back: true if replicas report checksums of the weights that they serve.

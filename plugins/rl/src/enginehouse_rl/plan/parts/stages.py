@@ -1,5 +1,3 @@
-"""Settles the stages of a step, and the models of plugins' stages."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ from enginehouse_rl.plan.stages import StagePlan, plan_own_stage, plan_stages
 
 
 class StageModelsPart(Part[Config]):
-    """The models of plugins' stages."""
+    """The models that stages of plugins use."""
 
     models: dict[str, AuxiliaryPart[Config]]
 
@@ -41,11 +39,7 @@ class StageModelsPart(Part[Config]):
 
 
 class StagesPart(Part[Config]):
-    """The stages of a step, which add columns to its samples before they are trained on.
-
-    Attributes:
-        stages: the stages in their order.
-    """
+    """The stages of a step, which add columns to its samples before training."""
 
     stages: tuple[StagePlan, ...]
 

@@ -1,4 +1,4 @@
-"""Checks the steps of a reinforcement-learning run: the number of samples, and what is generated beside training."""
+"""Checks the steps of a reinforcement-learning run: the number of samples, and what is generated during training."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ON_FAILURE = {
     "drop_group": "is left out with its group",
     "mask": "has reward 0 and is not trained on",
 }
-"""Consequence for an episode that fails, by `rollout.on_failure`."""
+"""The consequence of an episode that fails, by `rollout.on_failure`."""
 
 
 def count_samples(config: Config) -> int:
-    """Return the rows of a step."""
+    """Return the number of samples of a step."""
     return config.train.prompts_per_step * config.rollout.samples_per_prompt
 
 
 class StepsPart(Part[Config]):
-    """Checks the numbers of a run against each other; uneven splits are legal."""
+    """Checks the numbers of a run against each other. Splits need not be even."""
 
     def settle(self) -> None:
         config = self.config
@@ -38,7 +38,7 @@ class StepsPart(Part[Config]):
             f"{config.rollout.samples_per_prompt}, rollout.samples_per_prompt)"
         )
         if minibatches > samples:
-            self.refuse(f"{step}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+            self.refuse(f"{step}, which cannot be divided into {minibatches} minibatches (algorithm.minibatches)")
         for role, section in list_auxiliaries(config).items():
             if role in self.run.roles and (section.processes or 0) > samples:
                 owner = f"{role.replace('_', ' ')} ({role}.processes)"
@@ -100,13 +100,14 @@ class StepsPart(Part[Config]):
             )
 
     def _describe_schedule(self) -> Iterable[str]:
-        """Describe what is generated beyond a step's needs, and what happens to an episode that fails."""
+        """Describe what is generated beyond the needs of a step, and what happens to an episode that fails."""
         config, rollout = self.config, self.config.rollout
         if ahead := config.train.staleness:
             prompts = ahead * config.train.prompts_per_step + rollout.extra_groups
             yield (
-                f"the responses of up to {prompts:,} prompts are generated while a step trains, no token more than "
-                f"{count(ahead, 'weight version')} behind; --resume generates those that were not trained on again"
+                f"the responses of up to {prompts:,} prompts are generated while a step trains, and no token is more "
+                f"than {count(ahead, 'weight version')} behind; --resume generates again the responses that were not "
+                "trained on"
             )
         if rollout.extra_groups:
             late = "used by later steps while they are fresh enough, else " if ahead else ""

@@ -1,4 +1,4 @@
-"""Chooses the transports by which the actor's weights reach the rollout."""
+"""Chooses the transports that carry the actor's weights to the rollout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from enginehouse_rl.plan.parts.placement import PlacementPart
 
 
 class WeightsPart(Part[Config]):
-    """The transports of weights: `weights.transport` is the rollout's, and another role's if it reaches that.
+    """The transports of weights.
 
-    Attributes:
-        reason: the reason for the rollout's transport.
+    `weights.transport` is the transport to the rollout; it also serves another role if it reaches that role.
     """
 
     reason = ""
@@ -39,10 +38,11 @@ class WeightsPart(Part[Config]):
         yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
 
     def _choose(self, role: str) -> tuple[str, str]:
-        """Return the transport's name, and the reason for it; both empty after a problem with a backend.
+        """Return the transport's name, and the reason for choosing it. Both are empty after a problem with a backend.
 
         Raises:
-            UserError: the config's transport does not exist or does not reach the role, or there is none that does.
+            UserError: the transport in the config does not exist or does not reach the role, or no transport reaches
+                it.
         """
         run, config, named = self.run, self.config, self.config.weights.transport
         colocated = role == "rollout" and run[PlacementPart].kind == "colocated"
@@ -57,7 +57,7 @@ class WeightsPart(Part[Config]):
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
                 f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
-                f"there (its capabilities: {reach}); leave it at auto to have one chosen"
+                f"there (its capabilities: {reach}); set it to auto, which chooses a transport"
             )
         train, rollout = run.engines["actor"].record, run.engines[role].record
         if not isinstance(train, TrainBackend) or not isinstance(rollout, RolloutBackend):
@@ -65,8 +65,8 @@ class WeightsPart(Part[Config]):
         ranks, apart_in_cluster = config.actor.processes, joined and not one_process
         if apart_in_cluster and role == "rollout":
             self.note(
-                "cluster.address is set: whether actor and rollout share a host shows only at the start; the transport "
-                "is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
+                "cluster.address is set: whether actor and rollout share a host shows only at the start, so the "
+                "transport is chosen as if they did not (weights.transport=shared_memory is faster if they do)"
             )
         ends = Reach(colocated=one_process, hosts=1 + joined, device=run.device, training_ranks=ranks)
         picked = run.plugins.pick_transport(train, rollout, ends)

@@ -1,4 +1,4 @@
-"""Reads what earlier processes of a run logged from its files, because a tracker may lack some of it."""
+"""Reads from a run's files what its earlier processes logged, because a tracker may lack some of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def read_earlier_rows(run: RunFacts) -> Iterator[tuple[int, dict[str, float], fl
     """Yield steps and validations up to the step after which a run was resumed; none in a new run.
 
     Yields:
-        The step, its metrics (NaN for all that were not finite), and its time in seconds since 1970, as if the run had
-        never stopped.
+        The step, its metrics (NaN for values that were not finite), and its time in seconds since 1970, as if the run
+        had never stopped.
     """
     if not run.resumed_after:
         return

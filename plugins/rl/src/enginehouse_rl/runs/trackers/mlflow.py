@@ -1,4 +1,4 @@
-"""Sends metrics to the MLflow server that `MLFLOW_TRACKING_URI` names, else to a database in the run directory."""
+"""Sends metrics to the MLflow server in `MLFLOW_TRACKING_URI`, or else to a database in the run directory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST_NAME, LONGEST_VALUE = 250, 500
-"""The most characters that MLflow takes in a name and in a parameter's value."""
+"""Maximum number of characters that MLflow accepts in a name and in a parameter's value."""
 AT_ONCE = 100
-"""The most parameters that MLflow takes in a call; of metrics it takes 1000."""
+"""Maximum number of parameters in a call to MLflow; it accepts 1000 metrics."""
 
 
 class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same run continues, with repeated steps twice. If the server has no such run, because it is
-    another server, a new run begins there with the steps so far.
+    After `--resume` the same run continues, and repeated steps occur twice. If the server does not know the run,
+    because it is another server, a new run begins there with the steps so far.
 
     Args:
         experiment: The experiment that lists the run.
@@ -75,7 +75,7 @@ class MLflow:
         self._client.set_terminated(self._run_id, status)
 
     def _resume_run(self, run_id: str | None) -> bool:
-        """Take up the run of an id, and return False if there is none."""
+        """Continue the run with this id; return False if there is none."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -106,7 +106,6 @@ class MLflow:
 
 
 def _iterate_parameters(config: Mapping[str, Any], above: str = "") -> Iterator[Any]:
-    """Yield each key of a config with its value, as a parameter."""
     from mlflow.entities import Param
 
     for key, value in config.items():
@@ -118,6 +117,6 @@ def _iterate_parameters(config: Mapping[str, Any], above: str = "") -> Iterator[
 
 
 def _clean_name(name: str) -> str:
-    """Return a name that MLflow takes: of letters, digits, `_ - . : /` and spaces, without `.` or `..` as a part."""
+    """Return a name that MLflow accepts: letters, digits, `_ - . : /` and spaces, without `.` or `..` as a part."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:LONGEST_NAME].rstrip("/")

@@ -1,4 +1,4 @@
-"""Keeps the id by which a tracker's service knows a run in the run directory, for the run when it is resumed."""
+"""Stores the id that a tracker's service gave to a run in the run directory, for the run when it is resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILE = "run_id"
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the id in a tracker's folder of the run directory; None before there is one."""
+    """Return the id in a tracker's folder of the run directory; None if there is none yet."""
     try:
         return (folder / FILE).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
@@ -18,6 +18,6 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def keep_run_id(folder: Path, run_id: str) -> None:
-    """Write an id to a tracker's folder, which is made."""
+    """Write an id to a tracker's folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / FILE, run_id + "\n")

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Writes each metric as a scalar of its name, and the config as a text.
 
-    After `--resume` all earlier steps are written again, from `metrics.jsonl`, because a process that was killed may
-    have left some unwritten. TensorBoard hides duplicates and repeated steps.
+    After `--resume` all earlier steps are written again, from `metrics.jsonl`, because a killed process may have left
+    some unwritten. TensorBoard hides duplicates and repeated steps.
 
     Args:
-        flush_seconds: The most seconds that rows wait before they are written.
+        flush_seconds: Maximum number of seconds before new rows are written.
     """
 
     def __init__(self, flush_seconds: float = 10.0):

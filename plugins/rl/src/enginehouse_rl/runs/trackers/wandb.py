@@ -18,9 +18,9 @@ VALIDATION_STEP = "validation/step"
 class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
-    Validations have an axis of their own, `validation/step`, because a validation beside later steps comes after them,
-    and Weights & Biases takes no row of a past step. After `--resume` the same run continues; repeated steps keep their
-    first figures.
+    Validations have a separate axis, `validation/step`: the result of a validation that runs beside later steps comes
+    after these steps, but Weights & Biases accepts no rows of past steps. After `--resume` the same run continues;
+    repeated steps keep their first metrics.
 
     Args:
         project: The project that lists the run.
