@@ -111,7 +111,7 @@ def _ending(code: int, printed: str, seconds: float) -> str:
 
 
 def sources(module: str) -> list[Path]:
-    """Return the importable files of a module's outermost package that is no namespace package, sorted; import nothing."""
+    """Return the importable files of a module's outermost package (no namespace package), sorted; import nothing."""
     name, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(name)
