@@ -140,14 +140,14 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
         try:
             return render_chat(self.tokenizer, messages, begin, self.tools, **self._arguments)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any kind
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(
                 f"the chat template of the model's tokenizer refuses messages of {roles}: {error}"
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        whole = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a character
+        whole = text.encode("utf-8", "replace").decode()  # tokenizers reject half a character
         return self.tokenizer.encode(whole, add_special_tokens=False)
 
 

@@ -158,13 +158,13 @@ def _make_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of several kinds, none of which is public
+    except Exception as error:  # errors of several kinds, none of which is public
         problem = first_line(error).rstrip(".!")
         raise ConfigError(
             f"tools: {name!r} cannot be described to the model: {problem}. A tool has a type for each argument, and a "
             "docstring that says what it does and, below `Args:`, what each argument is"
         ) from error
-    schema["function"].pop("return", None)  # servers leave it out, so no model has learned it
+    schema["function"].pop("return", None)  # servers omit it, so no model has seen it in training
     return schema
 
 

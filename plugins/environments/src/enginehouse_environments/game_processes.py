@@ -211,7 +211,7 @@ def _serve(calls: Sequence[GameCall]) -> list[Any]:
     for call in calls:
         try:
             results.append(_games.do(call))
-        except StopIteration as error:  # a future cannot hold one
+        except StopIteration as error:  # a future cannot contain this error
             results.append(RuntimeError(f"the game raised {error!r}"))
         except BaseException as error:
             results.append(error)

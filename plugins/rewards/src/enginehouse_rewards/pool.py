@@ -76,7 +76,7 @@ class RewardPool:
         self._lock = threading.Lock()  # so that a closed pool takes no rows
         self._waker, self._awake = socket.socketpair()
         self._waker.setblocking(False)
-        self._batches: list[ScoringBatch] = []  # those with rows somebody waits for, the oldest first
+        self._batches: list[ScoringBatch] = []  # the batches with rows that a caller waits for, oldest first
         self._workers = RewardProcesses(setup, self._policy, processes, record)
         self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class RewardPool:
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # the line is full, and so wakes the thread anyway; or it is closed
+        with suppress(OSError):  # the socket is full, so it wakes the thread anyway; or it is closed
             self._waker.send(b".")
 
     # Called by the pool's thread

@@ -62,7 +62,7 @@ class RewardProcess:
         self.line, process_end = socket.socketpair()
         self.line.setblocking(False)
         self._output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `close` does
-        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it is written to
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # so that it can be truncated meanwhile
         with process_end, tempfile.TemporaryFile(buffering=0) as at_work:
             at_work.write(AT_WORK.pack(-1))
             self._begun = mmap.mmap(at_work.fileno(), AT_WORK.size)
@@ -75,7 +75,7 @@ class RewardProcess:
                 stderr=self._output,
                 pass_fds=descriptors,
                 env={"OMP_NUM_THREADS": "1", **os.environ, MARK: mark, TIMEOUT: str(setup.timeout_seconds)},
-                start_new_session=True,  # a Ctrl-C is for the run to answer
+                start_new_session=True,  # the run handles Ctrl-C
             )
 
     @property

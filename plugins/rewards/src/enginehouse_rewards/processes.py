@@ -131,7 +131,7 @@ class RewardProcesses:
         """Handle processes that ended silently, are late, or have left too many threads behind."""
         for process in list(self.processes):
             process.bound_output()
-            if process.exit_code is not None:  # something it started may hold its line open
+            if process.exit_code is not None:  # a program that it started may keep its socket open
                 self.take_in(process)
                 if process in self.processes:
                     self._handle_end(process)
@@ -261,7 +261,7 @@ class RewardProcesses:
         line, pointer = failure_line(row, failure), ""
         if self._record is not None:
             text = f"{self._policy.label}: {line}.{failure_details(row, failure)}\n"
-            with suppress(OSError):  # a full disk is no reason to end
+            with suppress(OSError):  # a full disk must not end the run
                 self._record.write_text(text, encoding="utf-8", errors="replace")
                 pointer = f" {self._record} has its traceback and output."
         consequence = _CONSEQUENCES[self._policy.on_error]

@@ -369,7 +369,7 @@ class _ResultBuffer:
         threading.Thread(target=self._flush_in_time, daemon=True).start()
 
     def add(self, number: int, result: RowScore | Failure) -> None:
-        if os.getpid() != self._process:  # a child, as in `main`; nobody there releases a lock that was held
+        if os.getpid() != self._process:  # a forked child, as in `main`: there, no thread releases a held lock
             os._exit(0)
         with self._lock:
             self._results[number] = result
@@ -383,7 +383,7 @@ class _ResultBuffer:
                 self._send(results)
 
     def _flush_in_time(self) -> None:
-        with suppress(OSError):  # the run closed its end of the line
+        with suppress(OSError):  # the run closed its end of the socket
             while self._filled.wait():
                 time.sleep(ANSWER_SECONDS)
                 self.flush()

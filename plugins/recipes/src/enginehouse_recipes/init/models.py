@@ -14,7 +14,7 @@ class ChosenModel(NamedTuple):
 
     path: str = ""  # in the config, a name on the hub included; empty: the tiny model
     chats: bool = True  # it has a chat template
-    positions: int | None = None  # most tokens of a text, if known
+    positions: int | None = None  # maximum number of tokens of a text, if known
 
 
 def read_model(answer: str, directory: Path) -> ChosenModel:
@@ -40,7 +40,7 @@ def read_model(answer: str, directory: Path) -> ChosenModel:
         place = str(make_model(file, key, say).directory if file else path)
         config = paths.read_model(place, key)
     except UserError as error:
-        problem = str(error).removeprefix(f"{key}: ")  # the option is said by who asks
+        problem = str(error).removeprefix(f"{key}: ")  # the caller names the option
         error.args = (f"{problem}. Or take the model {TINY!r}, which is made here and needs no download",)
         raise
     finally:

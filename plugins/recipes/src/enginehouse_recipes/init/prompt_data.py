@@ -45,8 +45,8 @@ class PromptData:
     answer: str | None = "answer"  # column; None: there is none
     columns: tuple[str, ...] = ("answer",)  # all but the prompt
     chats: bool = False  # prompts are chat messages
-    count: int = 0  # number of rows; 0: they are not made yet
-    answers: Sequence[Any] = ("012345",)  # of the first rows
+    count: int = 0  # number of rows; 0: they are not created yet
+    answers: Sequence[Any] = ("012345",)  # values of the first rows
     tools: bool = False  # the task needs the calculator
 
     @property

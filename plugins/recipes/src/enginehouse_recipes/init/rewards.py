@@ -60,7 +60,7 @@ def _explain_misfit(name: str, texts: Sequence[str]) -> str:
         return str(error)
     prompt = {"prompt": ""} if takes_prompt(function) else {}
     for text in texts[:20] if name == "math" else texts:
-        if not function(**prompt, response=text, answer=text)["reward"]:  # it finds the answer itself wrong
+        if not function(**prompt, response=text, answer=text)["reward"]:  # it scores the reference answer as wrong
             return f"it finds no answer in {text[:60]!r}, which is an answer in the data"
     return ""
 

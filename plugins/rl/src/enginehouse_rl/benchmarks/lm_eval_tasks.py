@@ -22,7 +22,7 @@ from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_R
 from enginehouse.errors import DataError, first_line
 from enginehouse_rl.benchmarks.names import BENCHMARKS
 
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what its tasks leave to defaults
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of settings that its tasks leave at defaults
 
 
 class Item(NamedTuple):

@@ -56,6 +56,6 @@ def _find_scorer(benchmark: str, task: str, doc: dict[str, Any]) -> Configurable
     if (benchmark, task) not in _scorers:
         _scorers[benchmark, task] = make_scorer(benchmark, task, doc)
         if benchmark == "math500":
-            # Its first call loads a grammar, which may take longer than lm-eval waits until it calls an answer wrong.
+            # Its first call loads a grammar, which may exceed the time after which lm-eval calls an answer wrong.
             importlib.import_module("sympy.parsing.latex").parse_latex("1")
     return _scorers[benchmark, task]

@@ -51,7 +51,7 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchma
         overrides = (*overrides, f"evaluation.benchmarks=[{benchmark}]")
     if benchmark is not None and not config.lower().endswith((".yaml", ".yml")):
         path = None
-        # An evaluation trains on nothing, but a config names a file for that.
+        # An evaluation does not train, but the config must name a training file.
         loaded = make_config({"model": {"path": config}, "data": {"train": os.devnull}}, overrides, Config)
     else:
         loaded = load_config(config, overrides, Config)

@@ -91,7 +91,7 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
         # Any error after a signal counts as interrupted, because a process in our group may have died of it too.
         interrupted = interrupts.record_end() and ended_by is not None
         outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
-        if run.opened:  # recorded while signals are handled, so that none ends the program half way
+        if run.opened:  # recorded while signals are handled, so that no signal stops it halfway
             _record_end(run, ended_by, outcome)
             tell_recorded(str(run.path), outcome)
     _emit_end(run, emit, outcome, ended_by)
@@ -158,7 +158,7 @@ def tell_recorded(directory: str, outcome: Outcome) -> None:
 
     try:
         plugins().observe("run_recorded", directory=directory, outcome=outcome)
-    except PluginError as error:  # raised under `plugins.strict`
+    except PluginError as error:  # raised with `plugins.strict`
         log.warning("%s", error)
 
 

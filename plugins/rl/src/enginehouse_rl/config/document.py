@@ -90,7 +90,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     lines: dict[tuple[str, ...], int] = {}
     try:
         loader = _Loader(text)
-    except yaml.YAMLError as error:  # a character that YAML has no place for
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(_describe_error(error, text, source)) from error
     try:
         node = loader.get_single_node()

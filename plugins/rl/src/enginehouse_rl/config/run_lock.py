@@ -58,7 +58,7 @@ def take(directory: Path) -> None:
                 raise
             time.sleep(_PAUSE_SECONDS)
             continue
-        if not path.exists() or _identify(path.stat()) != inode:  # deleted by hand meanwhile: that file is no one's
+        if not path.exists() or _identify(path.stat()) != inode:  # the locked file was deleted
             os.close(descriptor)
             continue
         _held[inode] = descriptor
@@ -91,12 +91,12 @@ def find_holder(directory: Path) -> str | None:
     """Describe the other process that uses a run directory; None if none is known."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # none, of an older enginehouse, or not to be read
+    except OSError:  # missing, written by an older enginehouse, or unreadable
         return _find_by_record(directory)
     try:
         if _identify(os.fstat(descriptor)) in _held:
             return None
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing gives it back
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock
     except BlockingIOError:
         return _describe_owner(os.pread(descriptor, 4096, 0))
     except OSError:

@@ -221,7 +221,7 @@ class EngineConfig(Section):
         if not isinstance(value, dict):
             return value
         numbers = {name: str(number) for name, number in value.items() if type(number) in (int, float)}
-        return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
+        return {**value, **numbers}  # YAML reads the value of `{CUDA_DEVICE_MAX_CONNECTIONS: 1}` as a number
 
 
 class ActorConfig(Section):

@@ -258,7 +258,7 @@ class ParquetTable:
             return None
         with _read_parquet(self._path):
             dataset: Any = datasets.Dataset(parquet.read_table(self._path, columns=names))
-            dataset.data.validate(full=True)  # bytes that are no text would end the run when they are drawn
+            dataset.data.validate(full=True)  # bytes that are no text would end the run when the row is used
         undecoded = [name for name in names if not _decodes(dataset.select_columns([name]))]
         self._read_stored([*stored, *undecoded])
         return dataset.remove_columns(undecoded) if undecoded else dataset
@@ -358,7 +358,7 @@ def _decodes(column: Any) -> bool:
         column[0]
     except ImportError:
         return False
-    except Exception:  # reported when the row is drawn
+    except Exception:  # reported when the row is used
         return True
     return True
 

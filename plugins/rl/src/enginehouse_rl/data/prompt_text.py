@@ -72,7 +72,7 @@ class PromptWriter:
         chat = self.prepare_chat(messages)
         try:
             return render_chat(self.tokenizer, chat, add_generation_prompt, tools)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any kind
             added = ", the first of which is data.system" if len(chat) > len(messages) else ""
             raise DataError(f"the chat template refuses the messages{added}: {error}") from error
 
@@ -154,4 +154,4 @@ def read_tools(value: Any) -> list[Any] | None:
             f"its tools (data.tools) are {shorten(tools)} ({describe_kind(tools)}); expected a list of JSON "
             "schemas, or its text"
         )
-    return tools if isinstance(value, str) else drop_none(tools)  # Arrow gives every object the keys of any
+    return tools if isinstance(value, str) else drop_none(tools)  # Arrow gives each object the keys of all objects

@@ -185,7 +185,7 @@ class Sampler(Generic[D]):
     def _shuffle(self, source: int, epoch: int) -> np.ndarray:
         if (source, epoch) not in self._orders:
             epochs = sorted(number for of, number in self._orders if of == source)
-            for old in epochs[:-1]:  # rows come from one epoch, or from two that meet
+            for old in epochs[:-1]:  # rows come from one epoch, or from the end of one and the start of the next
                 del self._orders[source, old]
             drawn_by = [self.seed % 2**64, epoch, *([source] if source else [])]
             order = np.random.default_rng(drawn_by).permutation(self._sizes[source])

@@ -76,7 +76,7 @@ class EpisodeChecks:
         for number, episode in enumerate(episodes):
             try:
                 problem = self._check_episode(episode, drawn, again)
-            except Exception as error:  # in the environment's own classes: its mistake, whatever it is
+            except Exception as error:  # classes of the environment may raise errors of any kind
                 problem = f"looking at it raised {type(error).__name__}: {error}"
             if problem:
                 raise MalformedEpisode(

@@ -178,7 +178,7 @@ class DrawnTokens:
                 yield start, draw
 
     def _show(self, token: Any) -> str:
-        with suppress(Exception):  # somebody's tokenizer, for a message
+        with suppress(Exception):  # the user's tokenizer may raise; this is only for a message
             return f"{token} ({self._tokenizer.decode([int(token)])!r})"
         return str(token)
 
@@ -193,7 +193,7 @@ class _RecordedPolicy(SamplingPolicy):
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        before: Any = np.array(tokens, dtype=np.int64)  # they may change while these are drawn
+        before: Any = np.array(tokens, dtype=np.int64)  # the environment may change them during generation
         completions = await self._policy.samples(before, n, sampling)
         self._drawn.add(before, completions, sampling)
         return completions

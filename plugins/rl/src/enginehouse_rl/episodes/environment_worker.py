@@ -111,7 +111,7 @@ class EnvironmentWorker(Worker):
             self._watchdog.close()
         self._rewards.close()
 
-    # What comes
+    # Handling orders
 
     def _take_up(self, orders: WorkerOrders, drawn: Sequence[Batch]) -> None:
         for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
@@ -134,7 +134,7 @@ class EnvironmentWorker(Worker):
             if number in self._playing:
                 self._playing[number].cancel()
 
-    # What is done
+    # Playing jobs
 
     async def _play(self, job: EpisodeJob) -> tuple[int, ScoredGroup] | None:
         try:
@@ -143,7 +143,7 @@ class EnvironmentWorker(Worker):
             return job.number, await runner.play_group(job.task, partial(self._note_scoring, job.number))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # it ends the run
+        except BaseException as error:  # this error ends the run
             self._error = self._error or error
             self._answers.speak()
             return None

@@ -57,7 +57,7 @@ class Failures:
         self.last_error: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()  # reasons warned of since `warn_again`
-        self._traced: set[str] = set()  # reasons that a traceback was shown of
+        self._traced: set[str] = set()  # reasons for which a traceback was shown
 
     def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
         """Count and report a failure. The caller tries again if this returns.

@@ -60,7 +60,7 @@ class Feed:
         self._error: BaseException | None = None
         self.version = self._missing = self._remaining = 0
         self._begun: int | None = None  # episodes of a step that began and that nobody waits for yet
-        self._unused: list[ScoredGroup] = []  # refused or dropped in a row since a group was kept
+        self._unused: list[ScoredGroup] = []  # groups rejected or dropped in a row since one was kept
         self._counts: Counter[str] = Counter()
         self._left_over: Counter[int] = Counter()  # how often each task was left over since it was trained on
         self._messages: queue.SimpleQueue[int | list[ScoredGroup] | BaseException | None] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ class Feed:
         while (message := self._await_message()) is not None:
             if isinstance(message, BaseException):
                 raise message
-            if isinstance(message, int):  # more may be drawn than the step takes
+            if isinstance(message, int):  # more may be generated than the step takes
                 missing, message = missing - message, min(message, missing)
                 yield max(message, 0)
 
@@ -182,7 +182,7 @@ class Feed:
             self._forget(serial)
             self._fail(error)
         else:
-            if self._playing.get(serial) is not asyncio.current_task():  # an environment that kept its cancellation
+            if self._playing.get(serial) is not asyncio.current_task():  # it suppressed its cancellation
                 return
             self._forget(serial)
             if group.kept:
@@ -264,7 +264,7 @@ class RunningTasks:
         """Yield the groups that were not yielded yet; raise the error that ended the tasks."""
         while (group := self._messages.get()) is not None and not isinstance(group, BaseException):
             yield group
-        self._messages.put(group)  # for who asks again
+        self._messages.put(group)  # for the next caller
         if group is not None:
             raise group
 

@@ -105,7 +105,7 @@ class PlayContext:
         async def make(number: int, deadline: EpisodeDeadline) -> Episode:
             branch = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
             begun, turns, reward_waits = time.monotonic(), list[ChatTurn](), list[Span]()
-            REWARD_WAITS.set(reward_waits)  # of the task that plays it alone
+            REWARD_WAITS.set(reward_waits)  # in the asyncio task that plays only this episode
             episode = await play(index, self.trace_policy(branch, turns))
             if turns:
                 tokens = getattr(episode, "tokens", None)

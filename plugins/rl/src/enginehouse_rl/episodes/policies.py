@@ -55,7 +55,7 @@ class FleetPolicy(SamplingPolicy):
         is_greedy: bool = False,
     ):
         self.tokenizer = tokenizer
-        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # engines only know those of the model's config
+        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # engines know only those of the config
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
         self.sampling = replace(sampling, n=1, seed=None, stop_token_ids=stops)
         self._fleet, self._name, self._seed = fleet, name, seed

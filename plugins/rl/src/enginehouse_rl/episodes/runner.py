@@ -133,7 +133,7 @@ class EpisodeRunner:
         self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
         self.activity = activity
         self._environment, self._make_policy, self._seconds = environment, make_policy, seconds
-        self._longest = 0.0  # seconds of the longest attempt that ended, of those with a limit
+        self._longest = 0.0  # seconds of the longest ended attempt with a limit
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
         """Play a task and decide whether the run trains on its episodes. Takes the arguments of `play`."""

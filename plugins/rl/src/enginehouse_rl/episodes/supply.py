@@ -52,7 +52,7 @@ class Supply:
         run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
         def name_request(task: Task) -> tuple[str, int]:
-            step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
+            step, row = divmod(task.serial, groups)  # the step in which it is generated unless something comes between
             return f"task-{task.serial}", make_row_seed(make_step_seed(seed, step + 1), row)
 
         runner = run.runners.make_runner(KIND, run.roles.rollout, name_request)

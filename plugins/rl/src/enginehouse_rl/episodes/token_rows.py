@@ -64,7 +64,7 @@ def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> lis
     of a text.
     """
     whole = str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)  # several times as fast
+    backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)  # several times faster than `tokenizer`
     texts: list[str] = []
     position = 0
     for length in _measure_pieces(tokens, lambda part: backend.decode(part, skip_special_tokens=False)):
@@ -77,7 +77,7 @@ def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> lis
 
 def _measure_pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[int]:
     """Yield the number of characters that each token adds."""
-    before, reported, context = 0, 0, ""  # tokens from `before` to `told` have this text
+    before, reported, context = 0, 0, ""  # the tokens from `before` to `reported` have this text
     for end in range(1, len(tokens) + 1):
         text = decode(tokens[before:end])
         if text.endswith(UNFINISHED) and end - reported < LONGEST_CHARACTER:

@@ -209,7 +209,7 @@ def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
         for wait in sorted(waits, key=lambda span: span[1:3]):
             if wait[1] > begun:
                 parts.append(("in tools", begun, wait[1], {}))
-            if wait[1] >= begun:  # those beside another are left out: spans of a track must nest
+            if wait[1] >= begun:  # concurrent turns are left out, because spans of a track must nest
                 parts.append(wait)
             begun = max(begun, wait[2])
         if trace.ended > begun:

@@ -116,7 +116,7 @@ class EnvironmentWorkerPool:
         self._failures = {kind: Failures(on_failure) for kind in kinds}
         self._goes_on = on_failure != "fail"
         self._supervisor = Supervisor(self._seats, restarts, "having played anything", self._begin, self._note_change)
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop that plays, once a worker was lost
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the plays, once a worker was lost
         self._numbers = itertools.count()
         self._exchange = Exchange[_WorkerProcess](self._send_new, self._receive, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
@@ -198,7 +198,7 @@ class EnvironmentWorkerPool:
     def last_error(self, kind: str) -> BaseException | None:
         return self._last.get(kind)
 
-    # What is sent
+    # Sending orders
 
     def _send_new(self) -> None:
         if self.closed:
@@ -229,14 +229,14 @@ class EnvironmentWorkerPool:
             places[id(answer)][number] = place
         self._exchange.send(process, lambda: process.seat.group.execute_rank_async(0, "exchange", orders, *drawn))
 
-    # What comes back
+    # Handling reports
 
     async def _receive(self, process: _WorkerProcess, answer: tuple[WorkerReport, DistributedBatch]) -> None:
         self._take_report(process, *answer)
 
     async def _fail(self, process: _WorkerProcess, error: Exception) -> None:
         seat = process.seat
-        if seat.process is not process:  # its loss is known
+        if seat.process is not process:  # the loss of this worker is already known
             return
         if seat.group.broken is None or self.closed or isinstance(error, ClusterLost):
             _fail(process, error)
@@ -284,7 +284,7 @@ class EnvironmentWorkerPool:
 
         process.flights[number] = fleet, fleet.submit(replace(request, id=name), note_ended)
 
-    # Life and death
+    # Loss and restart of workers
 
     def _lose(self, seat: _WorkerSeat, error: Exception) -> None:
         """Fail the tasks that a dead or hanging worker was playing, and restart the worker."""

@@ -161,7 +161,7 @@ class Evaluator:
             rows.append(validation.list_rows(samples, answered, self._tokenizer, self._most_tokens))
         if self._writes_samples:
             self._run.write_samples(evaluation.step, itertools.chain.from_iterable(rows), "validation")
-        with defer_interrupt():  # it is written once
+        with defer_interrupt():  # so that it is written exactly once
             self._run.log_validation(evaluation.step, metrics, self._first.how)
             self._running = None
         return evaluation.step, metrics

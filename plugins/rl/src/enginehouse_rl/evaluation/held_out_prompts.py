@@ -120,7 +120,7 @@ class HeldOutPrompts:
             return
         if best not in metrics:
             problem = f"the validation at step {step} measured no {best!r} (train.save_best). {nearest(best, metrics)}"
-            if not step and "/majority@" not in best:  # a model may learn to give answers
+            if not step and "/majority@" not in best:  # a model may learn to give answers later
                 raise ConfigError(problem)
             log.warning("%s", problem)
         elif step:

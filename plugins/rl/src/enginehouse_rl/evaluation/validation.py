@@ -134,7 +134,7 @@ class Validation:
         lengths = samples["response_tokens"].double().view(-1, samples_each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, samples_each)
         answers = np.array(decode_texts(samples["answer"]), dtype=object).reshape(-1, samples_each)
-        has_answers = bool(answers.any())  # by one: the reward looks for them
+        has_answers = bool(answers.any())  # a single answer shows that the reward looks for answers
         metrics: dict[str, float] = {}
         first = 0
         for name, _, count in self.files:

@@ -259,8 +259,8 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
         nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(redirect_stderr(nowhere))  # its bars, which nothing else switches off
-        folder = stack.enter_context(tempfile.TemporaryDirectory())  # else files beside it would be read with it
+        stack.enter_context(redirect_stderr(nowhere))  # hides progress bars, which nothing else switches off
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # otherwise files beside it are also read
         Path(folder, _LINK).symlink_to(file.resolve())
         try:
             results: Any = AutoModelForCausalLM.from_pretrained(
@@ -273,14 +273,14 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
         except Exception as error:  # of many kinds
             raise ModelError(f"{key}: {reads} does not read {file}: {first_line(error)}; {cure}") from error
         for name, word in _IDS.items():
-            if f"tokenizer.ggml.{word}_token_id" not in header.fields:  # else the class's own would stand there
+            if f"tokenizer.ggml.{word}_token_id" not in header.fields:  # otherwise the class's default stays
                 setattr(loaded.config, name, None)
         if rope := _find_llama3_rope(header.rotary, loaded.config):
             loaded.config.rope_parameters = rope
-        if hasattr(loaded.config, "quantization_config"):  # the weights are whole now
+        if hasattr(loaded.config, "quantization_config"):  # the weights are no longer quantized
             del loaded.config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(loaded.config)  # the one that was read refuses to be saved
+            model = AutoModelForCausalLM.from_config(loaded.config)  # the model that was read cannot be saved
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
         if lost := _name_lost(header, model, report["missing_keys"]):

@@ -87,7 +87,7 @@ def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
     pinned = name._replace(revision=description.commit)
     try:
         files = list_files(name, description.commit)
-    except Exception:  # offline, of a cache that an older client made
+    except Exception:  # offline, from a cache that an older client made
         patterns = escape_patterns([name.file]) if name.file else [f"*{_WEIGHTS}"]
         fetch(pinned, key, patterns, OTHER_MODEL_FILES, say, description.unreached)
         return description._replace(file=name.file or "")
@@ -141,7 +141,7 @@ def list_files(name: HubName, commit: str) -> list[str]:
     from huggingface_hub import HfApi, constants
 
     options = {"repo_type": name.kind, "revision": commit}
-    if hasattr(huggingface_hub, "get_cached_repo_tree"):  # of huggingface_hub 2.4
+    if hasattr(huggingface_hub, "get_cached_repo_tree"):  # since huggingface_hub 2.4
         with suppress(huggingface_hub.errors.CachedRepoTreeNotFoundError):
             return [file.path for file in huggingface_hub.get_cached_repo_tree(name.repository, **options)]
     return HfApi(endpoint=constants.ENDPOINT).list_repo_files(name.repository, **options)
@@ -161,7 +161,7 @@ def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str],
             say(f"Asking {constants.ENDPOINT} for {name}")
             try:
                 HfApi(endpoint=constants.ENDPOINT).repo_info(**repository, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-            except Exception as error:  # of the HTTP client, whose package differs with the version
+            except Exception as error:  # from the HTTP client; its package depends on the version
                 if _is_refusal(error):
                     raise
                 unreached = _explain_unreached(error)

@@ -322,7 +322,7 @@ def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
         return ""
     replica, *other_replicas = {row["rollout/slowest_replica"] for row in rows}
     times = statistics.median(row["rollout/slowest"] for row in rows)
-    if other_replicas or times < SLOW_FACTOR:  # by chance it is another one each time
+    if other_replicas or times < SLOW_FACTOR:  # a different replica each time is chance
         return ""
     return (
         f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others "

@@ -170,7 +170,7 @@ class CheckpointWriter:
                 f"the checkpoint of step {checkpoint.step}", staged, hurried=hurried, expected=self._size
             ):
                 yield
-        except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
+        except Exception:  # after an interrupt, the end of the run waits for it again
             self._pending = self._digests = None
             raise
 
@@ -208,7 +208,7 @@ class CheckpointWriter:
             self._publish(staged, checkpoint, _await_digests(_start_reading(staged), until, checkpoint))
 
     def _stage(self, state: LoopState) -> tuple[Path, Checkpoint]:
-        self._run.flush()  # a run that is resumed here has it up to here
+        self._run.flush()  # a run resumed from this checkpoint keeps what was written up to here
         staged = self._run.checkpoints.stage(state.step)
         config = record_config(self._config, self._dtype)
         return staged, Checkpoint(

@@ -55,7 +55,7 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
         engine_scores, kind = actor.forward(rows, Outputs())["logprobs"].values[1:], "the logprobs of the tokens"
         tolerance = TOLERANCES[spec.dtype]
     difference = (engine_scores.double().cpu() - file_scores.double()).abs().mean().item()
-    if not difference <= tolerance:  # NaN too
+    if not difference <= tolerance:  # also true for NaN
         raise ExportDiffers(
             f"what was exported is not what was trained: {kind} of {TEXT!r} by transformers, from the files, and by "
             f"the engine are {difference:.3g} apart on average, but in {spec.dtype} only {tolerance:.3g} is "

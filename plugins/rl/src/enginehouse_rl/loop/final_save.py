@@ -59,7 +59,7 @@ class FinalSave:
 
     def _finish_beside(self, until: float | None) -> None:
         """Call `finish_beside` with the remaining time. A failed run gets as much as an interrupted run."""
-        if (state := self._run.loop_state) is None:  # nothing goes on from here
+        if (state := self._run.loop_state) is None:  # no update has begun
             return
         remaining = seconds_left(until)
         try:

@@ -187,7 +187,7 @@ class Loop(ABC):
         """
         state = LoopState(step, self.state())
         self.trained_step = step
-        with defer_interrupt():  # an update that began must be noted; inline it has even ended
+        with defer_interrupt():  # an update that began must be recorded; an inline update has already ended
             training = RunningUpdates()
             for role, update in updates.items():
                 if training.futures:  # from here on the roles have states of different steps

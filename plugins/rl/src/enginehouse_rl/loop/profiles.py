@@ -36,7 +36,7 @@ class Profiles:
         _call_all(roles, "profile_begin")
         yield
         directory = self._run.path / "profiles" / f"step-{step:06d}"
-        shutil.rmtree(directory, ignore_errors=True)  # of a run that was resumed from before this step
+        shutil.rmtree(directory, ignore_errors=True)  # from a run that later resumed before this step
         processes = sum(plan.processes for plan in roles.plans.values())
         most = MOST_SPANS // (len(self._steps) * processes)
         for profile in _call_all(roles, "profile_end", str(directory), most):
@@ -56,7 +56,7 @@ def _call_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
 def _draw(timeline: Timeline, step: int, profile: Profile) -> None:
     if not profile.spans:
         return
-    ahead = time.time_ns() - time.monotonic_ns()  # all clocks of a node agree; another's may be some milliseconds off
+    ahead = time.time_ns() - time.monotonic_ns()  # clocks of two nodes may differ by milliseconds
     first = min(begin for _, _, begin, _ in profile.spans)
     last = max(begin + length for _, _, begin, length in profile.spans)
     details = {"trace": profile.path, "shorter_spans_left_out": profile.left_out}

@@ -30,7 +30,7 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Takes the arguments of `Loop`."""
 
     plan: Plan
-    phases = ("old_logprobs", "reference")  # which its figures have always had
+    phases = ("old_logprobs", "reference")  # the metrics always contain these phases
 
     def prepare(self) -> None:
         with self.progress.task("reading data"):
@@ -95,7 +95,7 @@ class Trainer(Loop):
         self.held_out.finish(before, seconds)
 
     def state(self) -> dict[str, Any]:
-        state = {**self.supply.state(), "weight_version": self.weights.version + 1}  # what they will be called
+        state = {**self.supply.state(), "weight_version": self.weights.version + 1}  # of the trained weights
         for stage in self.stages:
             state |= stage.state()
         return state

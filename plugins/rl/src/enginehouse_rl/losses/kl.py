@@ -121,7 +121,7 @@ def with_kl_in_reward(
     for part in batch.select(["loss_mask", old, "reference_logprobs", *earlier]).shards():
         mask = part["loss_mask"]
         divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator)
-        divergence = divergence.masked_fill(~mask.values, 0.0)  # it may be infinite there
+        divergence = divergence.masked_fill(~mask.values, 0.0)  # it may be infinite at tokens that do not count
         per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
         if by_token:
             per_token.append(sum((part[name].values for name in earlier), -coefficient * divergence))

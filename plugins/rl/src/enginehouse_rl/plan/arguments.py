@@ -50,7 +50,7 @@ def check_values(
         except ValidationError as error:
             problems.append("; or ".join(describe_error(detail, f"{key}.{name}") for detail in error.errors()[:4]))
         except (PydanticUserError, *UNREADABLE):
-            continue  # nothing to check it by
+            continue  # there is no annotation to check it against
         else:
             checked[name] = parsed if _holds_member(parsed) else value
     return checked, problems

@@ -55,7 +55,7 @@ class EvaluatedModel:
                 )
             directory = link if link.is_dir() else models[-1]
         place = directory.resolve()
-        if directory.is_symlink() or path != str(directory):  # the link may lead on meanwhile
+        if directory.is_symlink() or path != str(directory):  # the link may point to another model later
             path = os.path.relpath(place)
         run = place.parent.parent
         if place.parent.name != MODELS or not (run / RUN_MARKER).is_file():

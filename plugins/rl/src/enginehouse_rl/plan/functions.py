@@ -137,7 +137,7 @@ def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=eval(ast.unparse(annotation), names))
             for name, annotation in annotations.items()
         ]
-    except Exception:  # of its module's own names
+    except Exception:  # an annotation uses names of its module
         return False
 
     def stand_in() -> None: ...
@@ -188,7 +188,7 @@ def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -
     """Reject a module of the user that has the same name as a module found earlier on the import path."""
     top = module_name.partition(".")[0]
     spec = PathFinder.find_spec(top, list(python_path))
-    if spec is None or spec.origin is None:  # there is none, or a directory without code of its own
+    if spec is None or spec.origin is None:  # no module, or a directory without code
         return
     first = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
     if first is not None and first.origin != spec.origin and not _is_same_file(first.origin, spec.origin):

@@ -99,7 +99,7 @@ class Needs:
         if not uses:
             return []
         rows = {name: {**use.held, **use.updating, **use.working} for name, use in uses.items()}
-        for name, use in uses.items():  # what is held, and more of the same while it computes
+        for name, use in uses.items():  # a use may be held, and grow while the role computes
             rows[name] |= {
                 purpose: use.held[purpose] + size for purpose, size in use.working.items() if purpose in use.held
             }
@@ -157,7 +157,7 @@ class Needs:
         report = findings.refuse if exact else findings.note
         for place in places:
             are_limited = all((use := self.uses[name]) is not None and use.limit is not None for name in place.roles)
-            fraction = 1.0 if are_limited else 1 - MARGIN  # an engine that is told its limit keeps within it
+            fraction = 1.0 if are_limited else 1 - MARGIN  # an engine with a limit does not exceed it
             if place.size > fraction * gpu.size:
                 spare = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
                 most = max(place.amounts, key=lambda amount: amount.size)

@@ -108,7 +108,7 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
     if not (directory / RUN_MARKER).is_file():
         raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start it without --resume")
     check_free(directory)
-    record = read_record(directory)  # before: who goes on meanwhile is noticed by it
+    record = read_record(directory)  # read first, to notice a process that continues the run meanwhile
     checkpoint, damaged = find_newest_checkpoint(directory)
     if checkpoint is None and not damaged:
         raise ConfigError(
@@ -138,7 +138,7 @@ def _follow_moves(
     """Return a checkpoint's config with the present paths of its data and model, if their content is unchanged."""
     data, model = dict(was["data"]), dict(was["model"])
     before, now = name_files(data.get("train") or ())[1], name_files(config.data.train)[1]
-    with suppress(OSError):  # found where data files are checked
+    with suppress(OSError):  # the check of data files reports it
         is_same_data = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
         if before != now and is_same_data and isinstance(data["train"], type(config.data.train)):
             weights = data["train"].values() if isinstance(data["train"], Mapping) else None
@@ -161,7 +161,7 @@ def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
     try:
         now = data_digests(config.data.train)
     except OSError:
-        return  # found where data files are checked
+        return  # the check of data files reports it
     changed = [path for path, digest in now.items() if checkpoint.data.get(path, digest) != digest]
     if changed:
         raise ConfigError(
@@ -181,7 +181,7 @@ def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
         try:
             changed = model_digest(path) != checkpoint.models.get(path, model_digest(path))
         except OSError:
-            continue  # found where models are read
+            continue  # the check of models reports it
         if changed:
             raise ConfigError(
                 f"--resume: the model in {path} has other files, or others in them, than when {checkpoint.path} was "

@@ -92,9 +92,9 @@ def run_own_check(
         ConfigError: the problem that `check` raises, after `key`.
     """
     if any(isinstance(value, str) and "${" in value for value in arguments.values()):
-        return  # the variable is read where the reward runs
+        return  # the reward's process reads the variable
     if isinstance(function, type) and not isinstance(getattr_static(function, "check", None), staticmethod):
-        return  # the method of an instance is another matter
+        return  # a method `check` of instances is another check
     check = getattr(function, "check", lambda arguments, columns: None)
     shapes: list[tuple[str, ...] | None] = [rows.names for rows in columns or ()]
     for names in shapes or [None]:

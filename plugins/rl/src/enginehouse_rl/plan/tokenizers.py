@@ -41,7 +41,7 @@ def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
         listed = content["model"]["vocab"]
         if isinstance(listed, dict):
             strings = {number: string for string, number in listed.items()}
-        else:  # unigrams, each with its score
+        else:  # a list of unigrams with their scores
             strings = {number: string for number, (string, *_) in enumerate(listed)}
         added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
         return Tokens(strings | added, frozenset(added))

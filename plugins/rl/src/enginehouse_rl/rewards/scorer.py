@@ -59,7 +59,7 @@ class Scorer:
         self._submitted += sum(len(rows) for rows, _ in requests)
         try:
             futures = self._batch.submit_all([rows for rows, _ in requests])
-        except Exception as error:  # nobody else would tell them
+        except Exception as error:  # otherwise the waiting callers would never return
             for _, scored in requests:
                 scored.set_exception(error)
             return

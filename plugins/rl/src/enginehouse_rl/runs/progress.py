@@ -225,7 +225,7 @@ class Progress(Observer):
         self._last_line = time.perf_counter()
         self._show_line(text)
 
-    # What is shown
+    # Display
 
     @property
     def task_name(self) -> str:

@@ -64,7 +64,7 @@ class RunRecord:
             if former.get("status") == "running":
                 rows = read_whole_lines(path.parent / "metrics.jsonl")
                 former |= {"status": "killed", "seconds": seconds_logged(rows, former.get("resumed_after"))}
-            # The best model is the directory's, not a process's, and must be recorded at any time.
+            # The best model belongs to the directory, not to a process, and must be recorded at any time.
             best = {"best": former.pop("best")} if "best" in former else {}
             self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former], **best}
         self._write()

@@ -32,7 +32,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     facts = [("outcome", f"{status} after {run.last_step:,} of {history.steps:,} steps")]
     if not run.last_step:
         facts = [("outcome", f"{status} before the first step ended")]
-    name = history.find_metric("reward/mean", "loss")  # where there are rewards the loss says nothing
+    name = history.find_metric("reward/mean", "loss")  # with rewards, the loss says nothing
     if name and (change := history.change(name)):
         first, last, count = change
         over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
@@ -57,7 +57,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
         alarms = ", ".join(f"{alarm.get('alarm')} at step {alarm['step']}" for alarm in run.alarms)
         total = "1 alarm" if len(run.alarms) == 1 else f"{len(run.alarms)} alarms"
         facts.append(("alarms", f"{total}: {alarms} (what to try: {shorten(run.path / 'alarms.jsonl')})"))
-    if status == "finished":  # `describe_saved` says it of other runs, on standard error
+    if status == "finished":  # for other runs, `describe_saved` reports it on standard error
         facts.append(("saved", _describe_files(run)))
         facts.append(("results", shorten(run.path)))
     return facts

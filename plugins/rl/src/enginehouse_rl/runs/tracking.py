@@ -91,7 +91,7 @@ class TrackerFeed(Observer):
                 tracker.log(*row)
             self._doing = "finish"
             tracker.finish(row)
-        except BaseException as error:  # of any kind: it ends this thread alone
+        except BaseException as error:  # errors of any kind end only this thread
             self.problems.append(f"it raised in `{self._doing}`: {type(error).__name__}: {error}")
             log.warning(
                 "the tracker %r raised in `%s` and is not called again. The run continues, and metrics.jsonl has its "

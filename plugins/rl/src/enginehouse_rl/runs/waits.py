@@ -48,7 +48,7 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
             trained = min(value, busy.get(slowest, value))
             spent[slowest.removeprefix("busy/update").strip("/") or "actor"] += trained
             spent["controller"] += value - trained
-        elif phase == "reward":  # the time after the last token was drawn, or the reward model
+        elif phase == "reward":  # the time after the last token was generated, or the reward model
             spent["reward" if scored else "reward_model"] += value
         else:
             cause = _OF_PHASES.get(phase, phase.partition("/")[0])

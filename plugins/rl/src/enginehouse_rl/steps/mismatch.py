@@ -142,7 +142,7 @@ def _measure(
         absolute.sum(),
         token_kl(rollout, actor, "k3").sum(),
         ratio.sum(),
-        (~inside).sum(),  # a NaN is not inside
+        (~inside).sum(),  # so NaN counts as outside
         cap_log_ratios(of_row[occupied]).exp().sum(),
         occupied.sum(),
     )

@@ -116,7 +116,7 @@ class ActorPart(Part[AnyConfig]):
                 self.refuse(f"{key}: {target!r} is no linear layer of {path}. {nearest(name, linear)}")
             elif not any(layer == target or layer.endswith(f".{target}") for layer in layers):
                 missing = f"{key}: no tensor in {path} is of a layer {target!r}"
-                if name in names:  # a model may call the same layer otherwise than its files
+                if name in names:  # a model and its files may use different names for a layer
                     self.note(missing)
                 else:
                     self.refuse(f"{missing}. {nearest(name, linear)}")

@@ -253,7 +253,7 @@ class EvalRewardModelPart(RewardModelPart):
     @property
     def section(self) -> AuxiliaryModelConfig:
         section = super().section
-        if section.shares:  # of the roles that it could share with, an evaluation has none
+        if section.shares:  # an evaluation has no role with which it could share
             section = section.model_copy(update={"shares": None if section.engine else "actor"})
         return section
 

@@ -98,7 +98,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
 
     def settle(self) -> None:
         config, model = self.config, self.run[ModelPart]
-        # A score takes a token more (`enginehouse.roles.sequence_scores`).
+        # A score needs one more token (`enginehouse.roles.sequence_scores`).
         self.limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
         self.rows, self.held_out = look_at_preferences(self.findings, config, self.limit, model.tokenizer)
         self.check_validated()

@@ -136,7 +136,7 @@ class RoleEngine:
             self.findings.refuse(f"{self.key}.engine.options, {path_key}: {error}{self.owner_words}")
         else:
             for note in (f"{path_key}: {note}" for note in notes):
-                if note not in self.findings.notes:  # by another role that has the same model
+                if note not in self.findings.notes:  # another role with the same model may have noted it
                     self.findings.note(note)
 
     @property
@@ -161,7 +161,7 @@ class RoleEngine:
         try:
             definition = find_definition(record.engine)
         except ResolveError as error:
-            installed = not run.plugins.missing(record)  # else it may be so in its runtime
+            installed = not run.plugins.missing(record)  # otherwise its runtime may have the engine
             if installed and self.section.runtime in ("auto", CURRENT):
                 self.findings.refuse(f"{begins}: {error}")
             return record
@@ -201,7 +201,7 @@ class RoleEngine:
         `option` is the dotted name, without `engine.options`."""
         fields, first = list(options_class.model_fields), option.partition(".")[0]
         if first in fields or difflib.get_close_matches(option, fields, n=1, cutoff=0.8):
-            return ""  # mistyped
+            return ""  # the option is mistyped
         owners = []
         for record in self.run.plugins.all(self.kind):
             schema = _find_options_class(record)
@@ -231,7 +231,7 @@ class RoleEngine:
                 self.run.plugins.get(record.kind, self.section.backend)  # says which extra brings what is missing
             interpreter = choose_runtime(record, self.section.runtime, device)
         except UserError as error:
-            if isinstance(error, NoRuntime) and gpus_are_assumed():  # it is made on the machine with the GPUs
+            if isinstance(error, NoRuntime) and gpus_are_assumed():  # the machine with the GPUs creates the runtime
                 name = f"{record.name}-{device}"
                 self.findings.note(f"{self.key}.engine: {error}")
                 return Interpreter(name, python=name, reason="it is not made here")

@@ -40,7 +40,7 @@ class MemoryPart(Part[AnyConfig]):
                 continue
             exact = exact and shape.exact and "text_config" not in config
             demand = MemoryDemand(
-                shape=shape if role.model.head == "causal_lm" else replace(shape, tied=True),  # its own head is gone
+                shape=shape if role.model.head == "causal_lm" else replace(shape, tied=True),  # without the LM head
                 head=role.model.head,
                 itemsize=4 if role.model.dtype == "float32" else 2,
                 processes=role.processes,

@@ -46,7 +46,7 @@ class EnvironmentPart(Part[Config]):
         limits = [served_positions(model) for model in models if model]
         limits.append(run.roles["rollout"].options.get("max_model_tokens"))
         known_limits = [limit for limit in limits if isinstance(limit, int)]
-        further = "reward_model" in run.roles  # it reads a token more
+        further = "reward_model" in run.roles  # a reward model reads one token more
         self.most_tokens = min(known_limits) - further if known_limits else None
         processes = self.config.environment.processes
         if processes and self.config.cluster.launcher == "inline":

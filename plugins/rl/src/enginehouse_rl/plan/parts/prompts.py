@@ -130,7 +130,7 @@ class PromptsPart(DataPart[Config]):
         """Check that the longest sample fits into the models beside the actor's."""
         longest = self.limit.tokens + self.config.rollout.sampling.max_tokens
         for name, model in self.run.models.items():
-            needed = longest + (name == "reward_model")  # it reads a token more: `append_end`
+            needed = longest + (name == "reward_model")  # a reward model reads one token more: `append_end`
             if name in self.run.roles and (limit := positions(model)) is not None and limit < needed:
                 self.refuse(
                     f"{name}.path: the model has {limit} positions (max_position_embeddings), and a sample may need "

@@ -44,7 +44,7 @@ class WandB:
     def start(self, run: RunFacts) -> None:
         import wandb
 
-        # It would ask for a key on the terminal, which shows the run's progress.
+        # wandb would ask for a key on the terminal, which shows the run's progress.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise EnginehouseError(
                 "Weights & Biases has no API key here: set WANDB_API_KEY, or run `wandb login` once; "
