@@ -91,7 +91,7 @@ def test_strings_and_messages_may_be_mixed(write: Any, chat_tokenizer: Any) -> N
         (
             [[*CHAT, {"role": "assistant", "content": "x"}]],
             {},
-            r"row 1 .*ends with a turn of the assistant.*leave that",
+            r"row 1 .*ends with a turn of the assistant.*leave it out",
         ),
         (["ok", 7, "ok", None], {}, r"2 rows of the data cannot be used:\n.*row 2 .*\n.*row 4 "),
         ([CHAT], {"chat_template": False}, r"row 1 .*chat messages, but data.chat_template is false"),

@@ -173,7 +173,7 @@ def test_other_sources_or_in_another_order_cannot_be_resumed() -> None:
             sampler(**others).load_state_dict(state)
     with pytest.raises(DataError, match="written with the rows None"):
         sampler(a=2, b=3).load_state_dict(sampler(a=5).state_dict())
-    with pytest.raises(ValueError, match=r"sources of \[5, 0\] rows"):
+    with pytest.raises(ValueError, match=r"the sources have \[5, 0\] rows"):
         sampler(a=5, b=0)
 
 

@@ -193,7 +193,7 @@ def test_a_figure_may_not_be_called_like_a_metric_of_the_run(name):
 
 
 def test_a_figure_may_not_pass_for_one_of_a_file_of_the_validation():
-    with pytest.raises(ConfigError, match=r"mine:score returns a figure 'easy/reward'.*'easy_reward' for one"):
+    with pytest.raises(ConfigError, match=r"mine:score returns a figure 'easy/reward'.*'easy_reward' for example"):
         scored(Pool(RowScore(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))
 
 

@@ -183,7 +183,7 @@ def test_what_is_here_is_a_path(hub: Hub, here: Path):
     for path in ("models/tiny", "./acme/tiny", "acme/tiny/", "a/b/c"):
         said = refused("plan", "grpo.yaml", f"model.path={path}")
         assert f"model.path: {path} does not exist" in said
-    assert "that is models/tiny@main" in refused("plan", "grpo.yaml", "model.path=models/tiny")
+    assert "for the hub, write models/tiny@main" in refused("plan", "grpo.yaml", "model.path=models/tiny")
     assert not hub.requests
     assert f"models/tiny@{commit[:12]}" in planned("model.path=models/tiny@main")
     shutil.copytree(tiny_model(), here / "models" / "tiny")
