@@ -141,7 +141,7 @@ def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(m
     [
         (["reward_model.weight=2"], "reward_model is set, but has no path"),
         (["reward_model.path=nowhere"], "reward_model.path: "),
-        (["reward_model.path=judge", "rollout.keep.name=mixed_rewards"], "rollout.keep: mixed_rewards needs the rewards"),
+        (["reward_model.path=judge", "rollout.keep.name=mixed_rewards"], "rollout.keep: mixed_rewards needs the"),
         (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), and a "
          "sample may need 25"),
     ],

@@ -93,7 +93,7 @@ class BroadcastGroup:
     def _join(self) -> Any:
         import torch.distributed as dist
 
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_host)]
