@@ -30,7 +30,8 @@ def test_tokens_in_samples_are_those_of_the_model_and_the_algorithm(start: Start
     for row, logprobs in zip(rows, logprobs_of(house / QUICKSTART / "work" / "model", rows), strict=True):
         tokens = row["by_token"]
         chosen = [place for place, mask in enumerate(tokens["mask"]) if mask]
-        assert re.sub(r"<[a-z|/]+>", "", "".join(tokens["text"])) == row["prompt"] + row["response"]
+        shown = ("".join(tokens["text"]), row["prompt"] + row["response"])  # `<unk>` may be drawn, and is in both
+        assert len({re.sub(r"<[a-z|/]+>", "", text) for text in shown}) == 1
         assert len(chosen) == row["tokens"]
         assert {tokens["version"][place] for place in chosen} == {1}
         assert [tokens["logprob"][place] for place in chosen] == pytest.approx(logprobs, rel=2e-3, abs=2e-3)

@@ -166,5 +166,5 @@ def test_a_replica_that_lost_its_model_serves_nothing(act, versions):
     act("update", model(1), next(versions))
     kind, message, _ = act("fail", model(2), next(versions), "unknown at the end", True)
     assert kind == "WeightsLost"
-    assert "start it anew" in message
+    assert "start it again" in message
     assert act("ask_everything") == dict.fromkeys(("generate", "health", "resume"), "WeightsLost")

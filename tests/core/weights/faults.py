@@ -110,7 +110,10 @@ class LyingEngine(StaleEngine):
 
 
 class UnreadableEngine(TorchRolloutEngine):
-    """Cannot be read back."""
+    """Cannot be read back, and copies what it is sent: it does not declare `lent_weights`."""
+
+    async def update_weights(self, chunk):
+        await super().update_weights(dataclasses.replace(chunk, loan=None))
 
     async def weight_state(self):
         return WeightState((await super().weight_state()).version)
