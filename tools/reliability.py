@@ -21,7 +21,8 @@ class Page(NamedTuple):
         columns: headings, by the marker's keyword.
         head: text before the rows.
         area: keyword by which rows are grouped under headings; empty: one table.
-        tests_last: True if the tests are in a list at the end instead of a column.
+        rejected: keyword of an error message, which the page shows as "rejected"; empty: none.
+        lists_tests: True if the page ends with a list of the tests.
     """
 
     path: Path
@@ -29,21 +30,21 @@ class Page(NamedTuple):
     columns: dict[str, str]
     head: str
     area: str = ""
-    tests_last: bool = False
+    rejected: str = ""
+    lists_tests: bool = False
 
     def text(self) -> str:
         """Return the page's text."""
         lines = [self.head.rstrip("\n")]
-        columns = [*self.columns.values(), *([] if self.tests_last else ["shown by"])]
-        heads = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        heads = [f"| {' | '.join(self.columns.values())} |", "|---" * len(self.columns) + "|"]
         area, rows = None, self._rows()
         for row in rows:
             if row.get(self.area, "") != area:
                 area = row.get(self.area, "")
                 lines += [*([f"\n## {area}"] if area else []), "", *heads]
-            cells = [*(row[keyword] for keyword in self.columns), f"`{row['test']}`"][: len(columns)]
+            cells = [row[keyword] for keyword in self.columns]
             lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
-        if self.tests_last:
+        if self.lists_tests:
             lines += ["\n## Tests\n", "In the order of the rows above.\n", *(f"- `{row['test']}`" for row in rows)]
         return "\n".join(lines) + "\n"
 
@@ -61,6 +62,8 @@ class Page(NamedTuple):
                     values: dict[str, Any] = {
                         word.arg or "": ast.literal_eval(word.value) for word in decorator.keywords
                     }
+                    if values.get(self.rejected, "works") != "works":
+                        values[self.rejected] = "rejected"
                     yield {**values, "test": f"{path.relative_to(ROOT)}::{node.name}"}
 
 
@@ -98,7 +101,7 @@ separate hosts, a power cut, memory that really runs out, a vLLM that is stopped
 resumed, trackers on a full disk, and two runs that begin at the same moment.
 """,
     "area",
-    tests_last=True,
+    lists_tests=True,
 )
 
 BAD_PLUGINS = Page(
@@ -109,19 +112,20 @@ BAD_PLUGINS = Page(
         "listed": "is listed as",
         "found": "`enginehouse plugins doctor` says",
         "cure": "and advises",
-        "asked": "a config that asks for it is told",
+        "asked": "a config that names it",
     },
     """\
 # Bad plugins, and what enginehouse says
 
-`make reliability` writes this report from the tests that show each row. If your plugin is listed as broken or
-incompatible, read [what to do](index.md#my-plugin-is-listed-as-broken-or-incompatible) first.
+For authors of a plugin that enginehouse rejects; first read
+[what to do](index.md#my-plugin-is-listed-as-broken-or-incompatible). `make reliability` writes this page from
+`tests/testing/test_bad_plugins.py`.
 
-A test installs the plugin, called `acme`, and looks for each text of its row. The state is that of `enginehouse plugins
-list`. Meanwhile the plugin `torch` works in a plan. *works* means that the config is planned; the fault appears when
-the engine is used, if at all. Each command loads plugins one by one in its own process. It gives up a plugin that
-raises, exits or takes 30 s, and loads the others.
+The plugin and its distribution are called `acme`. A config that names it is *rejected* with an error, or *works*: then
+it is planned, and the fault appears when the engine is used, if at all. Each command gives up a plugin that raises,
+exits or takes 30 s, and loads the others.
 """,
+    rejected="asked",
 )
 
 PAGES = (FAULTS, BAD_PLUGINS)
