@@ -117,9 +117,9 @@ BAD_PLUGINS = Page(
     """\
 # Bad plugins, and what enginehouse says
 
-For authors of a plugin that enginehouse rejects; first read
-[what to do](index.md#my-plugin-is-listed-as-broken-or-incompatible). `make reliability` writes this page from
-`tests/testing/test_bad_plugins.py`.
+For authors of a plugin that enginehouse rejects. First read
+[the cause of each state](index.md#my-plugin-is-listed-as-broken-or-incompatible).
+`make reliability` writes this page from `tests/testing/test_bad_plugins.py`.
 
 The plugin and its distribution are called `acme`. A config that names it is *rejected* with an error, or *works*: then
 it is planned, and the fault appears when the engine is used, if at all. Each command gives up a plugin that raises,
