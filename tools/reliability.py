@@ -111,7 +111,6 @@ BAD_PLUGINS = Page(
         "what": "a plugin that",
         "listed": "is listed as",
         "found": "`enginehouse plugins doctor` says",
-        "cure": "and advises",
         "asked": "a config that names it",
     },
     """\

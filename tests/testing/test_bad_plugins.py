@@ -1,8 +1,8 @@
 """What becomes of each bad plugin: how it is listed, what the doctor says of it, what an error says, and nobody else.
 
-The keywords of a test's marker are what it looks for, and a row of docs/plugins/bad-plugins.md: `listed` is its state,
-`found` begins or is within a finding, `cure` is that finding's command, `asked` is within the error of a config that
-names it, or `"works"`.
+The keywords of a test's marker are what it looks for, and, without `cure`, a row of docs/plugins/bad-plugins.md:
+`listed` is its state, `found` begins or is within a finding, `cure` is that finding's command, `asked` is within the
+error of a config that names it, or `"works"`.
 """
 
 import json
