@@ -25,7 +25,7 @@ class Row:
         job: the request.
         prompt: the prompt's tokens.
         sampling: sampling parameters.
-        random: gives one number for each token, so that tokens depend on seed, sample and place, and on no other row.
+        random: gives one number for each token, so that a token depends only on seed, sample and position.
         reason: why it has ended, or None.
         first: weight version of its first token.
         last: weight version of its last token.
@@ -184,7 +184,7 @@ class Batch:
 def draw(
     logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Sample a token from each row of logits `(rows, vocabulary)`, by a number in [0, 1) each.
+    """Sample a token from each row of logits `(rows, vocabulary)`, each by one number in [0, 1).
 
     Returns:
         Tokens, and their logprobs under `logits / temperature`, before top-k and top-p.
@@ -202,7 +202,7 @@ def draw(
     reached = kept.cumsum(-1)
     wanted = column([row.top_p if row.top_p < 1 else 2.0 for row in sampling]) * reached[:, -1:]
     reached = (kept * (reached - kept < wanted)).cumsum(-1)
-    # A hair below 1: the number is never beyond what float32 adds up to.
+    # The factor below 1 keeps the number below the sum, which float32 rounds.
     place = torch.searchsorted(reached, column(uniforms) * (1 - 2**-23) * reached[:, -1:], right=True)
     greedy = column([row.temperature == 0 for row in sampling])
     place = torch.where(greedy, 0, place).clamp(max=vocabulary - 1)

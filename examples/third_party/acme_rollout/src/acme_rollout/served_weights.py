@@ -12,7 +12,7 @@ from enginehouse.weights import ModelForm, StagedUpdate, checksum, stored_names,
 
 
 class Staged:
-    """Copies of the arrived parameters of a version, because a chunk's memory is used again."""
+    """Copies of a version's parameters. They are copied, because the memory of a chunk is used again."""
 
     def __init__(self, number: int, parameters: Collection[str]):
         self.number = number
@@ -25,7 +25,7 @@ class Staged:
 
 
 class ServedWeights(StagedUpdate[Staged]):
-    """A model's weights by their names in the checkpoint, tied ones once.
+    """A model's weights by their names in the checkpoint. Tied weights occur once.
 
     Args:
         model: the model; only `switch` writes to its tensors.
@@ -49,7 +49,7 @@ class ServedWeights(StagedUpdate[Staged]):
         """Serve the staged weights as `version`. Do not call it while the model runs.
 
         Raises:
-            WeightSyncError: another version was started, or a parameter is missing; the old one keeps serving.
+            WeightSyncError: another version was started, or a parameter is missing; the old one is still served.
         """
         staged = self._complete(version)
         with torch.no_grad():

@@ -61,6 +61,6 @@ def next_commands(plugin, where: Path) -> list[str]:
     certify = [certify_line(plugin.module, kind) for kind in plugin.kinds if KINDS[kind].suite]
     return [
         f'cd {shlex.quote(str(where))} && pip install -c constraints.txt -e ".[test]"',
-        "pytest                        # what is asked of it, and one line for each method that is yours to write",
+        "pytest                        # runs the checks, or names each method that you still have to write",
         *(certify or [f"enginehouse {plugin.name} --help"]),
     ]
