@@ -317,7 +317,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         ),
         (
             ["reward.arguments={answer: 2}"],
-            "a reward already gets 'answer', from the run or as a column of train.jsonl",
+            "the reward already gets an argument 'answer' from the column 'answer' of train.jsonl",
         ),
         (
             ["data.train=unanswered.jsonl"],

@@ -67,10 +67,11 @@ def check_reward_columns(
                 )
     for rows in columns or [RowColumns("", ())]:
         passable = [*gets, *rows.names]
-        if clash := [name for name in arguments if name in passable]:
+        if clash := next((name for name in arguments if name in passable), None):
+            source = "the run" if clash in gets else f"the column {clash!r} of {rows.where}"
             raise ConfigError(
-                f"{key}.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
-                f"of {rows.where}; name the argument differently"
+                f"{key}.arguments.{clash}: the reward already gets an argument {clash!r} from {source}; give this one "
+                "another name, here and in the function"
             )
         if function is not None and columns:
             sources = f"{', '.join(gets)}, the columns of {rows.where} and {key}.arguments (docs/rewards.md)"
