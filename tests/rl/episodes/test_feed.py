@@ -418,7 +418,9 @@ def test_tasks_that_all_fail_end_the_run_and_say_what_failed_last():
         broken = [ValueError(f"broken {number}") for number in range(MOST_REFUSED)]
         ended = threading.Thread(target=lambda: [stage.end(serial, error) for serial, error in enumerate(broken)])
         ended.start()
-        said = r"^10 groups one after another were dropped \(rollout.on_failure\).*; at last: .*broken 9 \(.*\)$"
+        said = (
+            r"^10 groups in a row .*: 10 groups failed and were dropped \(rollout.on_failure\); .*: .*broken 9 \(.*\)$"
+        )
         with pytest.raises(NoGroupKept, match=said) as error:
             stage.step(1, 5)
         assert error.value.__cause__ is broken[-1]
@@ -430,9 +432,7 @@ def test_refused_and_failed_groups_count_together_as_drawn_in_vain():
         ends = [(0.5, 0.5), ValueError("broken")] * (MOST_REFUSED // 2)
         ended = threading.Thread(target=lambda: [stage.end(serial, how) for serial, how in enumerate(ends)])
         ended.start()
-        with pytest.raises(
-            NoGroupKept, match=r"rollout.keep refused 5 groups.*; 5 groups one after another were dropped"
-        ):
+        with pytest.raises(NoGroupKept, match=r"rollout.keep rejected 5 groups.*; 5 groups failed and were dropped"):
             stage.step(1, 5)
         ended.join()
 
