@@ -43,7 +43,7 @@ def test_a_wrong_name_is_told_the_nearest():
     assert "unknown benchmark 'gsmk8'. Did you mean 'gsm8k'?" in line
     assert "evaluation.benchmarks" in line
     assert "write aime24@REVISION, aime25@REVISION" in refused("aime@main")
-    assert "gsm8k is there with two revisions: gsm8k@a and gsm8k@b" in refused("gsm8k@a,gsm8k@b")
+    assert "gsm8k must not have two revisions: gsm8k@a and gsm8k@b" in refused("gsm8k@a,gsm8k@b")
 
 
 def test_a_package_that_is_missing_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch):
