@@ -65,5 +65,5 @@ def test_a_data_set_that_cannot_be_had_is_one_line(hub: Hub, monkeypatch: pytest
     assert "has no revision 'v9' on the hub" in refused("gpqa@v9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = refused("math500")
-    assert "HF_HUB_OFFLINE is set; nothing of it is cached" in line
+    assert "HF_HUB_OFFLINE is set; no revision is cached" in line
     assert "hf download HuggingFaceH4/MATH-500 --repo-type dataset" in line

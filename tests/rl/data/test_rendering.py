@@ -177,7 +177,7 @@ def test_what_is_learned_is_transformers_mask_of_the_assistant(write, kind, said
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ([*ASKED, *SAID], "begins with a turn of the user, whose words the model is not to learn"),
+        ([*ASKED, *SAID], "begins with a turn of the user, but must begin and end with a turn of the assistant"),
         ([*SAID, *ASKED], "ends with a turn of the user"),
     ],
 )
@@ -193,7 +193,7 @@ def test_turns_that_a_template_writes_otherwise_once_others_follow_are_refused(w
         "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
     )
     path = write("a.jsonl", [{"prompt": ASKED, "response": TURNS}])
-    with pytest.raises(DataError, match=r"row 1 .*otherwise once others follow"):
+    with pytest.raises(DataError, match=r"row 1 .*differently once others follow"):
         DemonstrationDataset.load(path, tokenizer)
 
 

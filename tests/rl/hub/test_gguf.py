@@ -190,7 +190,7 @@ def test_it_is_made_once_and_what_fails_leaves_nothing(here: Path, monkeypatch: 
     monkeypatch.setattr(made, "_convert", fail)
     write_gguf(file, kind="F16")
     line = refused("plan", "grpo.yaml")
-    assert "model.path: tiny.gguf cannot be made a model directory (tiny.gguf: No space left on device)" in line
+    assert "model.path: tiny.gguf cannot be converted to a model directory (tiny.gguf: No space left on device)" in line
     assert list((here / "cached" / "enginehouse" / "models").iterdir()) == [first.directory]
 
 
