@@ -46,7 +46,7 @@ def test_a_missing_file_is_answered_with_the_nearest(write: Any, tmp_path: Path)
         check_file(tmp_path / "no" / "such" / "train.jsonl", ["prompt"])
     with pytest.raises(DataError, match=r"is a directory.*train\.jsonl"):
         check_file(tmp_path, ["prompt"])
-    with pytest.raises(DataError, match=r"no known kind: data files end in \.jsonl"):
+    with pytest.raises(DataError, match=r"must be a data file, with a name that ends in \.jsonl"):
         check_file(tmp_path / "other.txt", ["prompt"])
 
 
