@@ -67,7 +67,7 @@ def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
             ['{"prompt": "a"}', '{"prompt": "\\ud800"}'],
             r"row 2 \(line 2\): column 'prompt' contains half of a character",
         ),
-        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 2 \(line 2\): column 'x' holds half"),
+        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 2 \(line 2\): column 'x' contains half"),
         (
             ['{"prompt": "a"}', '{"prompt": "b", "x": ' + "[" * 65 + "]" * 65 + "}"],
             r"\(line 2\): lists .* more than 64",

@@ -256,7 +256,7 @@ REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syste
 UNWRITTEN = {
     "a template without tools": (
         TEMPLATE, [HI, HI], {"tools": [LOOK]}, {"tools": "tools"},
-        r"row 1 \(line 1\) and 1 more row: the row has tools .* writes none"),
+        r"row 1 \(line 1\) and 1 more row: the row has tools .* writes no tools"),
     "tools without a template": (
         None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
     "tools for a string": (

@@ -319,7 +319,7 @@ def test_arguments_of_a_call_are_the_same_as_an_object_and_as_text(write, templa
 
 def test_calls_that_a_template_leaves_out_are_refused_by_row(write):
     path = write("a.jsonl", [{"prompt": ASKED, "response": calling({"a": 2})}])
-    with pytest.raises(DataError, match=r"row 1 .*calls tools, which the chat template .* leaves out"):
+    with pytest.raises(DataError, match=r"row 1 .*calls tools, but the chat template .* leaves tool calls out"):
         DemonstrationDataset.load(path, make_tokenizer("bytes"))
 
 

@@ -221,7 +221,7 @@ def test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refus
     trained = replace(CHECKS, temperature=0.7)
     said = refusal(hot(0.1), checks=trained)
     assert "its token 2, 12, was generated at temperature 0.1, but the run trains at temperature 0.7" in said
-    assert "leave `sampling` away, or leave it out of Episode.mask" in said
+    assert "pass no `sampling`, or set Episode.mask to false for this token" in said
     assert len(play(hot(0.7), checks=trained)) == 1
     assert len(play(hot(0.1, is_chosen=False), checks=trained)) == 1
 
@@ -243,7 +243,7 @@ def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered)
         return await make_runner(plan, Playing(hot(0.1)), policy_of, rewards, kind, EpisodeActivity()).play(TASK)
 
     if filtered:
-        with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, and the run trains at 0\.7"):
+        with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, but the run trains at temperature 0\.7"):
             asyncio.run(played())
     else:
         assert len(asyncio.run(played())) == 1

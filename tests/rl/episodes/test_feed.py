@@ -241,7 +241,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run_and_says_what_was_seen():
     with Stage(1, keep=mixed_rewards) as stage:
         ended = threading.Thread(target=lambda: [stage.end(serial, (0.5, 0.5)) for serial in range(MOST_REFUSED)])
         ended.start()
-        with pytest.raises(NoGroupKept, match=r"refused 10 groups.*In 10 of them all rewards are equal.*0.5 to 0.5"):
+        with pytest.raises(NoGroupKept, match=r"rejected 10 groups.*In 10 of these groups, all rewards.*0.5 to 0.5"):
             stage.step(1, 5)
         ended.join()
 

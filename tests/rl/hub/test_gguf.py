@@ -265,7 +265,7 @@ def test_a_file_of_the_hub_is_pinned_and_had_without_it(hub: Hub, here: Path, mo
     hub.close()
     monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
     assert planned_model(written) == planned_model(name)
-    assert "cannot be had" in refused("plan", "grpo.yaml", "model.path=acme/other-GGUF:tiny.gguf")
+    assert "cannot be fetched" in refused("plan", "grpo.yaml", "model.path=acme/other-GGUF:tiny.gguf")
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,7 @@ def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(l
         raise ExportDiffers("the exported model differs from the trained model")
 
     monkeypatch.setattr("enginehouse_rl.loop.exports.compare_export", differs)
-    with pytest.raises(ExportDiffers, match="not what was trained"):
+    with pytest.raises(ExportDiffers, match="differs from the trained model"):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000003"]
 

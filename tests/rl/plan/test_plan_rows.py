@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 BAD_ROWS = {
     "a broken line": ('{"prompt": "1+', "row 10 (line 10): not valid JSON"),
-    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 10 (line 10): column 'prompt' holds half"),
+    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 10 (line 10): column 'prompt' contains half"),
     "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 10 (line 10): the key 'answer' occurs twice"),
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
     "no prompt": ('{"answer": "2"}', "row 10 (line 10) has no column 'prompt'"),
