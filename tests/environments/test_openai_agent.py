@@ -597,7 +597,7 @@ def test_an_agent_that_never_draws_as_the_run_trains_is_refused_in_training_and_
     async def solve(task):
         await ask(task, temperature=0.5)
 
-    with pytest.raises(MalformedEpisode, match=r"drawn at temperature 0\.5, and the run trains at 1"):
+    with pytest.raises(MalformedEpisode, match=r"generated at temperature 0\.5, but the run trains at temperature 1"):
         acted(solve, "five", samples=2)
     (warned,) = [one.getMessage() for one in caplog.records if one.name == "enginehouse_environments.agents"]
     assert warned.startswith("the agent asks for temperature 0.5, but the run samples at 1")

@@ -61,5 +61,5 @@ def test_a_metric_that_validations_turn_out_not_to_measure_ends_the_run_before_i
     run = start("train", *SMALL, *held, "data.train=held.jsonl", "train.prompts_per_step=1", "cluster.launcher=inline")
     ended = run.finish()
     assert ended.code == 2, ended.err
-    assert "the validation at step 0 measured no 'validation/tidy' (train.save_best). " in ended.err
+    assert "train.save_best: the validation at step 0 has no metric 'validation/tidy'. " in ended.err
     assert run.metrics == []

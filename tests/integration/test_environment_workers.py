@@ -129,7 +129,7 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path)
     ended = run.finish()
     assert ended.code == 1
     assert re.search(r"task \d+ .*environment-1 rank 0 \(node \S+, pid \d+\): the process died", ended.err, re.DOTALL)
-    assert "rollout.on_failure says what is done about such ones" in ended.err
+    assert "rollout.on_failure decides what happens after a failure" in ended.err
     assert run.record["status"] == "failed"
 
 

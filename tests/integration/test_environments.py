@@ -94,5 +94,5 @@ def test_an_environment_that_encodes_text_again_ends_the_run_whatever_on_failure
     ended = run.finish()
     assert ended.code == 1
     assert "environment 'game_environments:Encoding', task " in ended.err
-    assert "is marked as chosen, and the policy did not draw it" in ended.err
+    assert "is marked as chosen, but the policy did not generate it" in ended.err
     assert run.record["status"] == "failed"

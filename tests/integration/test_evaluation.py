@@ -58,7 +58,7 @@ def test_a_model_of_a_run_has_the_figures_of_the_runs_validation(start: Start, h
     assert list(record["roles"]) == ["rollout"]
     assert record["evaluated"]["step"] == 2
     assert record["evaluated"]["checksum"] in ended.out
-    assert "tensors are served as the model's files have them" in ended.out
+    assert "served tensors are equal to the model's files" in ended.out
 
 
 def test_replicas_and_environments_in_processes_of_their_own_evaluate_alike(start: Start, judge: Path):

@@ -301,7 +301,7 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
     ("words", "said"),
     [
         (["--model", "tinny"], "Error: --model: tinny does not exist"),
-        (["--model", "acme/none-such"], "Error: --model: acme/none-such is no path here, and the hub"),
+        (["--model", "acme/none-such"], "Error: --model: acme/none-such is no local path, and the hub"),
         (["--data", "sortin"], "Did you mean 'sorting'?"),
         (["--reward", "exactmatch"], "Did you mean 'exact_match'?"),
         (["--reward", "numeric", "--data", "texts"], "unknown data 'texts'"),

@@ -138,7 +138,7 @@ def test_a_reward_that_is_equal_in_its_group_says_nothing_beside_others(reward):
 
 
 def test_as_many_weights_as_rewards():
-    with pytest.raises(ConfigError, match="3 for 2 rewards"):
+    with pytest.raises(ConfigError, match="one weight for each reward, 2 in all, not 3"):
         gdpo(make_batch([1.0, 0.0], [0, 0]), weights=(1.0, 1.0, 1.0))
 
 

@@ -121,7 +121,7 @@ def test_mistakes_are_named():
         clipped_policy(make_view(), aggregation="token_means")
     with pytest.raises(ConfigError, match="max_tokens"):
         clipped_policy(make_view(), aggregation="sequence_mean_token_sum_scaled")
-    with pytest.raises(ConfigError, match="importance_cap is 0"):
+    with pytest.raises(ConfigError, match="importance_cap, the largest weight of a token, must be more than 0"):
         clipped_policy(make_view(), importance_cap=0.0)
     with pytest.raises(ConfigError, match="Did you mean 'sequence'"):
         clipped_policy(make_view(), importance_cap=2.0, importance_level="sequences")

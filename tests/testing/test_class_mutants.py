@@ -19,10 +19,10 @@ TRACKERS = [
 
 ENVIRONMENTS = [
     ("TwoTurns", set(), ""),
-    ("CountsItsOwnWords", {"tokens"}, "the policy did not draw it after the 8 before it"),
-    ("AsksForSomethingElse", {"tokens"}, "it drew nothing after just these tokens"),
-    ("RoundsLogprobs", {"tokens"}, "has the logprob -0.6, and it was drawn with -0.625"),
-    ("OneTooFew", {"episodes"}, "2 episode(s), and 3 were asked for"),
+    ("CountsItsOwnWords", {"tokens"}, "the policy did not generate it after the 8 tokens before it"),
+    ("AsksForSomethingElse", {"tokens"}, "the policy generated nothing after exactly these tokens"),
+    ("RoundsLogprobs", {"tokens"}, "has the logprob -0.6, but was generated with -0.625"),
+    ("OneTooFew", {"episodes"}, "2 episode(s), but must return 3"),
     ("LosesALogprob", {"episodes"}, "17 tokens, 17 mask, 18 logprobs, 17 versions"),
     ("ForgetsItsFirstTurn", set(), ""),
     ("CountsItsFirstTurnTwice", {"tokens"}, "row 1 of its 2: its token 7"),

@@ -43,7 +43,7 @@ def test_a_wrong_name_is_told_the_nearest():
     assert "unknown benchmark 'gsmk8'. Did you mean 'gsm8k'?" in line
     assert "evaluation.benchmarks" in line
     assert "write aime24@REVISION, aime25@REVISION" in refused("aime@main")
-    assert "gsm8k is there with two revisions: gsm8k@a and gsm8k@b" in refused("gsm8k@a,gsm8k@b")
+    assert "gsm8k must not have two revisions: gsm8k@a and gsm8k@b" in refused("gsm8k@a,gsm8k@b")
 
 
 def test_a_package_that_is_missing_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch):
@@ -65,5 +65,5 @@ def test_a_data_set_that_cannot_be_had_is_one_line(hub: Hub, monkeypatch: pytest
     assert "has no revision 'v9' on the hub" in refused("gpqa@v9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = refused("math500")
-    assert "HF_HUB_OFFLINE is set; nothing of it is cached" in line
+    assert "HF_HUB_OFFLINE is set; no revision is cached" in line
     assert "hf download HuggingFaceH4/MATH-500 --repo-type dataset" in line

@@ -46,7 +46,7 @@ def test_a_missing_file_is_answered_with_the_nearest(write: Any, tmp_path: Path)
         check_file(tmp_path / "no" / "such" / "train.jsonl", ["prompt"])
     with pytest.raises(DataError, match=r"is a directory.*train\.jsonl"):
         check_file(tmp_path, ["prompt"])
-    with pytest.raises(DataError, match=r"no known kind: data files end in \.jsonl"):
+    with pytest.raises(DataError, match=r"must be a data file, with a name that ends in \.jsonl"):
         check_file(tmp_path / "other.txt", ["prompt"])
 
 
@@ -60,11 +60,14 @@ def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
     ("lines", "message"),
     [
         (['{"prompt": "a"}', "", '{"prompt": '], r"row 2 \(line 3\): not valid JSON: Expecting value"),
-        (['{"prompt": "a"}', "[1, 2]"], r"row 2 \(line 2\): expected one JSON object a line, found a list"),
+        (['{"prompt": "a"}', "[1, 2]"], r"row 2 \(line 2\): expected one JSON object per line, found a list"),
         (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 2 \(line 3\) has no column 'prompt'. Did you mean 'promt'"),
-        (['{"prompt": "a"}', '{"prompt": "b", "x": {"y": 1, "y": 2}}'], r"row 2 \(line 2\): the key 'y' stands twice"),
-        (['{"prompt": "a"}', '{"prompt": "\\ud800"}'], r"row 2 \(line 2\): column 'prompt' holds half of a character"),
-        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 2 \(line 2\): column 'x' holds half"),
+        (['{"prompt": "a"}', '{"prompt": "b", "x": {"y": 1, "y": 2}}'], r"row 2 \(line 2\): the key 'y' occurs twice"),
+        (
+            ['{"prompt": "a"}', '{"prompt": "\\ud800"}'],
+            r"row 2 \(line 2\): column 'prompt' contains half of a character",
+        ),
+        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 2 \(line 2\): column 'x' contains half"),
         (
             ['{"prompt": "a"}', '{"prompt": "b", "x": ' + "[" * 65 + "]" * 65 + "}"],
             r"\(line 2\): lists .* more than 64",
@@ -91,7 +94,7 @@ def test_bad_rows_are_counted_and_the_first_few_named(write: Any) -> None:
     first, *listed = str(caught.value).splitlines()
     assert first == "7 rows of the data cannot be used:"
     assert listed[0].startswith(f"  - {bad}, row 2 (line 2): not valid JSON")
-    assert "row 6 (line 6): the key 'prompt' stands twice" in listed[4]
+    assert "row 6 (line 6): the key 'prompt' occurs twice" in listed[4]
     assert listed[5:] == ["  - and 2 more"]
 
 
@@ -102,7 +105,7 @@ def test_bad_rows_are_counted_and_the_first_few_named(write: Any) -> None:
         ('[{"prompt": "a"},]', "in row 2: not valid JSON"),
         ('[{"prompt": "a"}] x', "not valid JSON: Extra data"),
         ('[{"prompt": "a"}, 3]', "row 2: expected one JSON object"),
-        ('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]', "row 2: the key 'prompt' stands twice"),
+        ('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]', "row 2: the key 'prompt' occurs twice"),
     ],
 )
 def test_a_bad_value_of_a_json_array_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -120,7 +123,7 @@ def test_text_in_parquet_that_is_none_is_named(tmp_path: Path) -> None:
     good = pa.array(["a", "b"])
     for name, columns in (("a", {"prompt": broken, "x": good}), ("b", {"prompt": good, "x": broken})):
         parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    with pytest.raises(DataError, match=r"a.parquet, row 2: column 'prompt' is no text"):
+    with pytest.raises(DataError, match=r"a.parquet, row 2: column 'prompt' is not valid UTF-8"):
         open_table(tmp_path / "a.parquet", ["prompt"])
     with pytest.raises(DataError, match=r"b.parquet cannot be read as Parquet: .*UTF8"):
         open_table(tmp_path / "b.parquet", ["prompt"])

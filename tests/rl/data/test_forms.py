@@ -56,10 +56,10 @@ def test_names_that_lead_nowhere_are_refused(write, chat_tokenizer):
 
     assert "no column 'solutoin'. Did you mean 'solution'?" in load(TRL, answer="solutoin")
     said = load(VERL, answer="reward_model.groundtruth")
-    assert "row 1 (line 1): column 'reward_model' holds no 'groundtruth', which data.columns calls 'answer'" in said
+    assert "row 1 (line 1): column 'reward_model' has no value 'groundtruth', which data.columns calls 'answer'" in said
     assert "Did you mean 'ground_truth'?" in said
     said = load({**TRL, "answer": "3"}, answer="solution")
-    assert "has a column 'answer', and data.columns calls 'solution' so: give 'answer' another name" in said
+    assert "has a column 'answer', but data.columns gives this name to 'solution': give the column 'answer'" in said
     swapped = write("b.jsonl", [{**TRL, "answer": "3"}])
     columns = {"answer": "solution", "other": "answer"}
     found = PromptDataset.load(swapped, chat_tokenizer, columns=columns).all()["columns"]
@@ -134,4 +134,4 @@ def test_a_chat_without_an_answer_is_refused(write, chat_tokenizer):
     said = str(caught.value)
     assert "3 rows" in said
     assert "its roles are user" in said
-    assert "is no chat, a list of messages with a role: 'text'" in said
+    assert "must be a chat, a list of messages with roles, not 'text'" in said

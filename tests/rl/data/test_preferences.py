@@ -107,7 +107,7 @@ GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
             PAIRS,
             "row 2 (line 2): the response in column 'chosen' is a number, expected a string",
         ),
-        (GOOD | {"chosen": [reply("b")]}, PAIRS, "'chosen' is a list of chat messages, and the prompt a string"),
+        (GOOD | {"chosen": [reply("b")]}, PAIRS, "'chosen' is a list of chat messages, but the prompt is a string"),
         (GOOD | {"prompt": [user("a")], "rejected": ["c"]}, PAIRS, "'rejected' is ['c']; expected a string, or chat"),
         (GOOD | {"prompt": [user("a"), reply("b")]}, PAIRS, "the prompt ends with a turn of the assistant"),
         (GOOD | {"rejected": "c" * 40}, PAIRS, "row 2 (line 2): prompt and response together has 42 tokens, more than"),
@@ -124,9 +124,9 @@ def test_a_row_that_cannot_be_used_is_named(load, row, columns, problem):
 
 
 def test_responses_without_a_prompt_have_to_begin_alike(load):
-    with pytest.raises(DataError, match=r"row 1 .*: there is no prompt .* do not begin alike"):
+    with pytest.raises(DataError, match=r"row 1 .*: there is no prompt .* have no common beginning"):
         load([{"chosen": "b", "rejected": "c"}])
-    with pytest.raises(DataError, match="'chosen' and 'rejected' are the same"):
+    with pytest.raises(DataError, match="'chosen' and 'rejected' are equal"):
         load([{"chosen": "ab", "rejected": "ab"}])
-    with pytest.raises(DataError, match=r"row 2 .* has a column 'prompt', and the first row has none"):
+    with pytest.raises(DataError, match=r"row 2 .* has a column 'prompt', but the first row has none"):
         load([{"chosen": "ab", "rejected": "ac"}, GOOD])

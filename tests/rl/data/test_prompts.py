@@ -132,7 +132,7 @@ def test_what_is_wrong_with_all_messages_does_not_hide_what_is_wrong_with_a_row(
 
 def test_a_template_that_refuses_is_quoted(write: Any) -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"row 1 .*the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(DataError, match=r"row 1 .*the chat template rejects the messages: roles must alternate"):
         PromptDataset.load(write("a.jsonl", [{"prompt": CHAT}]), tokenizer)
 
 
@@ -256,7 +256,7 @@ REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syste
 UNWRITTEN = {
     "a template without tools": (
         TEMPLATE, [HI, HI], {"tools": [LOOK]}, {"tools": "tools"},
-        r"row 1 \(line 1\) and 1 more row: the row has tools .* writes none"),
+        r"row 1 \(line 1\) and 1 more row: the row has tools .* writes no tools"),
     "tools without a template": (
         None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
     "tools for a string": (

@@ -177,7 +177,7 @@ def test_what_is_learned_is_transformers_mask_of_the_assistant(write, kind, said
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ([*ASKED, *SAID], "begins with a turn of the user, whose words the model is not to learn"),
+        ([*ASKED, *SAID], "begins with a turn of the user, but must begin and end with a turn of the assistant"),
         ([*SAID, *ASKED], "ends with a turn of the user"),
     ],
 )
@@ -193,7 +193,7 @@ def test_turns_that_a_template_writes_otherwise_once_others_follow_are_refused(w
         "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
     )
     path = write("a.jsonl", [{"prompt": ASKED, "response": TURNS}])
-    with pytest.raises(DataError, match=r"row 1 .*otherwise once others follow"):
+    with pytest.raises(DataError, match=r"row 1 .*differently once others follow"):
         DemonstrationDataset.load(path, tokenizer)
 
 
@@ -319,7 +319,7 @@ def test_arguments_of_a_call_are_the_same_as_an_object_and_as_text(write, templa
 
 def test_calls_that_a_template_leaves_out_are_refused_by_row(write):
     path = write("a.jsonl", [{"prompt": ASKED, "response": calling({"a": 2})}])
-    with pytest.raises(DataError, match=r"row 1 .*calls tools, which the chat template .* leaves out"):
+    with pytest.raises(DataError, match=r"row 1 .*calls tools, but the chat template .* leaves tool calls out"):
         DemonstrationDataset.load(path, make_tokenizer("bytes"))
 
 

@@ -57,7 +57,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_a_data_set_of_another_size_cannot_be_resumed() -> None:
     state = Sampler(Numbers(5), 2).state_dict()
-    with pytest.raises(DataError, match="5 rows, this one has 6"):
+    with pytest.raises(DataError, match="5 rows, but this data set has 6 rows"):
         Sampler(Numbers(6), 2).load_state_dict(state)
 
 
@@ -70,19 +70,19 @@ def test_drawing_nothing_is_refused(rows: int, per_step: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"position": -1}, "the sampler's position is -1"),
-        ({"position": 6}, "the sampler's position is 6, in 5 rows"),
-        ({"position": "2"}, "the sampler's position is '2'"),
-        ({"position": 2.0}, "the sampler's position is 2.0"),
-        ({"epoch": True}, "the sampler's epoch is True"),
-        ({"seed": None}, "the sampler's seed is None"),
+        ({"position": -1}, "the sampler's position must be a whole number, 0 or more, not -1"),
+        ({"position": 6}, "the sampler's position must be at most 5, the number of rows, not 6"),
+        ({"position": "2"}, "the sampler's position must be a whole number, 0 or more, not '2'"),
+        ({"position": 2.0}, "the sampler's position must be a whole number, 0 or more, not 2.0"),
+        ({"epoch": True}, "the sampler's epoch must be a whole number, 0 or more, not True"),
+        ({"seed": None}, "the sampler's seed must be a whole number, not None"),
     ],
 )
 def test_a_state_that_is_damaged_is_an_error_that_names_it(changed: dict, said: str) -> None:
     sampler = Sampler(Numbers(5), 2)
     with pytest.raises(DataError, match=said):
         sampler.load_state_dict(sampler.state_dict() | changed)
-    with pytest.raises(DataError, match="the sampler's seed is None"):
+    with pytest.raises(DataError, match="the sampler's seed must be a whole number, not None"):
         sampler.load_state_dict({})
 
 
@@ -167,9 +167,7 @@ def test_other_sources_or_in_another_order_cannot_be_resumed() -> None:
     state = json.loads(json.dumps(sampler(a=2, b=3).state_dict()))
     sampler(a=2, b=3).load_state_dict(state)
     for others in ({"a": 3, "b": 2}, {"b": 2, "a": 3}, {"b": 3, "a": 2}):
-        with pytest.raises(
-            DataError, match=r"written with the rows \[\['a', 2\], \['b', 3\]\] of data.train, and these"
-        ):
+        with pytest.raises(DataError, match=r"written with the files \[\['a', 2\], \['b', 3\]\] of data.train"):
             sampler(**others).load_state_dict(state)
     with pytest.raises(DataError, match="written with the rows None"):
         sampler(a=2, b=3).load_state_dict(sampler(a=5).state_dict())

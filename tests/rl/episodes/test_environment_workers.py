@@ -367,7 +367,7 @@ def test_retry_gives_up_a_task_that_every_worker_dies_of():
         for number in range(1 + MOST_RETRIES):
             await until(lambda number=number: len(fleet.names) == number + 1)
             next(one for one in groups if one.lost is not None and not one.lost.done() and not one.broken).kill()
-        with pytest.raises(EpisodeFailed, match=r"task 0 .* failed 3 times, at last: the environment worker"):
+        with pytest.raises(EpisodeFailed, match=r"task 0 .* failed 3 times, the last time: the environment worker"):
             await playing
 
     with_workers(test, "retry", count=1)

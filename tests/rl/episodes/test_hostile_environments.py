@@ -31,11 +31,11 @@ POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
 FAIL = ["raises", "hangs", "ignores_cancelling", "never_stops_asking", "asks_with_a_huge_result"]
 END = [
     ("exits", EpisodeFailed, "SystemExit"),
-    ("returns_texts", MalformedEpisode, "its tokens are not one token id a token"),
+    ("returns_texts", MalformedEpisode, "its tokens must hold one token id per token"),
     ("returns_a_huge_result", MalformedEpisode, "read at most 50"),
-    ("edits_history", MalformedEpisode, "the policy did not draw it"),
+    ("edits_history", MalformedEpisode, "the policy did not generate it"),
     ("returns_no_number", MalformedEpisode, "its reward is nan"),
-    ("loses_one", MalformedEpisode, "2 episode.s., and 3 were asked for"),
+    ("loses_one", MalformedEpisode, "2 episode.s., but must return 3"),
     ("changes_its_task", MalformedEpisode, "it changed the task"),
     ("adds_to_its_prompt", MalformedEpisode, "it changed the task"),
 ]
@@ -173,6 +173,6 @@ def test_what_blocks_the_loop_is_named_once_by_its_line(caplog):
         blocking.result(5)
         watchdog.close()
     (said,) = caplog.messages
-    assert said.startswith("environment 'mine': the event loop has stood for")
+    assert said.startswith("environment 'mine': the event loop has been blocked for")
     assert "test_hostile_environments.py" in said.split(" (Task-")[0]
     assert "tool: blocked.wait(20)" in said

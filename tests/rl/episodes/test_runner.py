@@ -162,7 +162,7 @@ def test_retry_makes_a_group_again_with_seeds_of_the_tries_number(failures):
 
 def test_retry_ends_the_run_once_it_has_been_made_again_often_enough():
     environment = Whole(KeyError("x"))
-    with pytest.raises(EpisodeFailed, match=r"task 7 .* failed 3 times, at last: KeyError: 'x'"):
+    with pytest.raises(EpisodeFailed, match=r"task 7 .* failed 3 times, the last time: KeyError: 'x'"):
         play(environment, "retry")
     assert environment.tries == 1 + MOST_RETRIES
 
@@ -226,7 +226,7 @@ def test_what_takes_too_long_is_held_against_what_took_longest():
         asyncio.get_running_loop().now += SHORT / 10
 
     environment = Each(of_0=[some_time], of_1=[too_long])
-    said = "waits for the engine and the reward, beside 0 others in progress; the longest that ended so far took "
+    said = "with 0 other episodes in progress; the longest attempt that succeeded so far took "
     with pytest.raises(EpisodeFailed, match=said):
         play(environment, "fail", seconds=SHORT, samples=2)
 
@@ -325,7 +325,7 @@ def test_retry_makes_the_episode_again_and_not_its_siblings():
 
 def test_retry_of_an_episode_ends_the_run_without_making_the_group_again():
     environment = Each(of_1=[KeyError("x")] * 9)
-    with pytest.raises(EpisodeFailed, match=r"episode 1 of task 7 .* failed 3 times, at last: KeyError"):
+    with pytest.raises(EpisodeFailed, match=r"episode 1 of task 7 .* failed 3 times, the last time: KeyError"):
         play(environment, "retry")
     assert environment.tries[1] == MOST_RETRIES
 

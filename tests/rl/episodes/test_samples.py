@@ -188,7 +188,7 @@ def test_groups_need_not_be_of_one_size():
 
 @pytest.mark.parametrize("name", ["mean", "failures", "reward_stderr", "tokens_mean", "truncated", "pass@1", "mean@4"])
 def test_a_figure_may_not_be_called_like_a_metric_of_the_run(name):
-    with pytest.raises(ConfigError, match=f"mine:score returns a figure '{name}', which is what a metric of the run's"):
+    with pytest.raises(ConfigError, match=f"mine:score returns a figure '{name}', but the run itself writes a metric"):
         scored(Pool(RowScore(1.0, {name: 2.0}), *PLAIN[1:]))
 
 

@@ -190,7 +190,7 @@ def test_it_is_made_once_and_what_fails_leaves_nothing(here: Path, monkeypatch: 
     monkeypatch.setattr(made, "_convert", fail)
     write_gguf(file, kind="F16")
     line = refused("plan", "grpo.yaml")
-    assert "model.path: tiny.gguf cannot be made a model directory (tiny.gguf: No space left on device)" in line
+    assert "model.path: tiny.gguf cannot be converted to a model directory (tiny.gguf: No space left on device)" in line
     assert list((here / "cached" / "enginehouse" / "models").iterdir()) == [first.directory]
 
 
@@ -265,7 +265,7 @@ def test_a_file_of_the_hub_is_pinned_and_had_without_it(hub: Hub, here: Path, mo
     hub.close()
     monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
     assert planned_model(written) == planned_model(name)
-    assert "cannot be had" in refused("plan", "grpo.yaml", "model.path=acme/other-GGUF:tiny.gguf")
+    assert "cannot be fetched" in refused("plan", "grpo.yaml", "model.path=acme/other-GGUF:tiny.gguf")
 
 
 @pytest.mark.parametrize(

@@ -119,14 +119,14 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("acme/none:main/train", "has no data set acme/none"),
-        (NAME, f"it has several configurations, main, socratic; name one of them, as {NAME}:main/train"),
-        (f"{NAME}:main", f"name one of them, as {NAME}:main/train"),
+        ("acme/none:main/train", "has no public data set acme/none"),
+        (NAME, f"it has several configurations, main, socratic; name one of them, such as {NAME}:main/train"),
+        (f"{NAME}:main", f"name one of them, such as {NAME}:main/train"),
         (f"{NAME}:mian/train", "it has no configuration 'mian'. Did you mean 'main'? Available: main, socratic"),
         (f"{NAME}:main/trian", "has no split 'trian'. Did you mean 'train'? Available: test, train"),
         (f"{NAME}:main/train[:10]", "has no split 'train[:10]'. Did you mean 'train'?"),
         (f"{NAME}@v1:main/train", f"the data set {NAME} has no revision 'v1' on the hub. Available: main"),
-        ("acme/tables:train", "is stored as train.csv, and rows are read from"),
+        ("acme/tables:train", "is stored as train.csv, but rows can only be read from"),
         ("acme/empty:train", "`datasets` finds no data files in acme/empty:train"),
     ],
 )

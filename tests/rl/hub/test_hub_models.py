@@ -90,16 +90,20 @@ def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypa
     hub.add_model("acme/closed", tiny_model())
 
     said = refused("plan", "grpo.yaml", "model.path=acme/tinny")
-    assert f"model.path: acme/tinny is no path here, and the hub ({hub.endpoint}) has no model acme/tinny" in said
-    assert "(cached is acme/tiny)" in said
+    assert (
+        f"model.path: acme/tinny is no local path, and the hub ({hub.endpoint}) has no public model acme/tinny" in said
+    )
+    assert "(the cache has acme/tiny)" in said
     assert "HF_TOKEN" in said
     assert "no token is set" in said
     said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
-    assert f"the model {NAME} has no revision 'v9' on the hub. Available: main; cached of it: main ({commit})" in said
+    assert (
+        f"the model {NAME} has no revision 'v9' on the hub. Available: main; cached revisions: main ({commit})" in said
+    )
     said = refused("plan", "grpo.yaml", "reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
     assert f"reference.path: the model acme/closed is gated: ask for access at {hub.endpoint}/acme/closed" in said
     gone = refused("plan", "grpo.yaml", f"model.path={NAME}@{'0' * 40}")
-    assert f"has no revision '{'0' * 40}' on the hub; cached of it: main ({commit})" in gone
+    assert f"has no revision '{'0' * 40}' on the hub; cached revisions: main ({commit})" in gone
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     snapshots._fetched.clear()
@@ -166,14 +170,14 @@ def test_without_the_hub_what_is_cached_is_used_and_said(
     assert why in said
     assert f"{NAME} is taken to be the commit {commit[:12]}, which is cached" in said
     said = refused("plan", "grpo.yaml", "model.path=acme/other")
-    assert "model.path: acme/other is no path here, and of the hub it cannot be had: " + why in said
-    assert "nothing of it is cached in " in said
+    assert "model.path: acme/other is no local path, and cannot be fetched from the hub: " + why in said
+    assert "no revision is cached in " in said
     assert "`hf download acme/other`" in said
     said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
-    assert f"cached of it: main ({commit})" in said
+    assert f"cached revisions: main ({commit})" in said
     next(here.glob("cache/hub/models--*/snapshots/*/model.safetensors")).unlink()
     monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
-    assert f"cached of it: main ({commit}), in part. Fetch it" in refused("plan", "grpo.yaml")
+    assert f"cached revisions: main ({commit}), but only in part. Fetch it" in refused("plan", "grpo.yaml")
 
 
 def test_what_is_here_is_a_path(hub: Hub, here: Path):
@@ -222,7 +226,7 @@ def test_an_evaluation_takes_a_name(hub: Hub, here: Path):
     record = json.loads((here / "runs" / "eval-tiny" / "run.json").read_text())
     assert record["evaluated"]["model"] == f"{NAME}@{commit}"
     assert record["hub"][0]["key"] == "--model"
-    assert refused("eval", "grpo.yaml", "--model", "acme/none").startswith("Error: --model: acme/none is no path here")
+    assert refused("eval", "grpo.yaml", "--model", "acme/none").startswith("Error: --model: acme/none is no local path")
 
 
 def test_a_cache_that_cannot_be_written_is_said(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):

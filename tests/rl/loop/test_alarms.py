@@ -149,7 +149,7 @@ def test_the_words_say_from_what_to_what_over_which_steps(watch: Watch):
     watch.take(*[{}] * 20, *[COLLAPSED] * WINDOW)
     (row,) = watch.run.alarms
     assert row["said"].startswith("the entropy collapsed, from 1.5 (steps 1 to 10) to 0.05 (steps 19 to 28), in nats")
-    assert "reward is 0.3 on average and single responses had up to 1" in row["said"]
+    assert "the mean reward is 0.3 and the best reward of a response was 1" in row["said"]
 
 
 def test_an_entropy_that_falls_as_the_best_answer_is_found_is_none(watch: Watch):

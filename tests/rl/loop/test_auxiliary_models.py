@@ -76,7 +76,7 @@ def test_a_validation_is_reported_after_the_step_in_which_it_ends_and_waited_for
     assert not caplog.messages
     held_out.after_step(6)
     assert held_out.evaluator.calls[3:] == [("begin", 4), ("wait", 4), ("report", 4), ("begin", 6)]
-    assert "the run waits for the validation at step 4, because that of step 6 is due" in caplog.text
+    assert "the run waits for the validation at step 4 to end, because the validation at step 6 is due" in caplog.text
 
 
 def test_a_state_is_saved_beside_a_validation_of_its_own_step_and_after_one_of_an_earlier(held_out):

@@ -229,7 +229,7 @@ def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
     said = capsys.readouterr().out
     for waited_for in ("waiting for the update", "saving the checkpoint", "saving the model"):
         assert f"{waited_for} of step 3 ..." in said
-    assert "waiting for the rollout to leave the devices to what is saved ..." in said
+    assert "waiting for the rollout to free the devices for saving ..." in said
 
 
 @pytest.mark.fault(
@@ -366,7 +366,7 @@ def test_a_run_that_is_interrupted_saves_first_and_gives_what_is_beside_it_the_t
     assert first == [*["update"] * 3, "save", "export_hf"]
     assert before == 3
     assert 0 < seconds <= loop.final_save._grace
-    assert "what was under way beside the steps is lost: it broke" in caplog.text
+    assert "work that ran beside the steps is lost: it broke" in caplog.text
 
 
 def loop_calls(loop: OneActor, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:
@@ -435,10 +435,10 @@ def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compar
 )
 def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(loop, monkeypatch):
     def differs(*_: Any) -> str:
-        raise ExportDiffers("what was exported is not what was trained")
+        raise ExportDiffers("the exported model differs from the trained model")
 
     monkeypatch.setattr("enginehouse_rl.loop.exports.compare_export", differs)
-    with pytest.raises(ExportDiffers, match="not what was trained"):
+    with pytest.raises(ExportDiffers, match="differs from the trained model"):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000003"]
 

@@ -54,7 +54,7 @@ def test_the_held_out_loss_is_that_of_the_exported_model(house: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     metrics, said = run()
-    assert "was not compared with the trained one" not in said
+    assert "was not compared with the trained model" not in said
     validated = {row["step"]: row["validation/loss"] for row in metrics if "validation/loss" in row}
     assert list(validated) == [2, 4]
     for step, loss in validated.items():
@@ -71,7 +71,7 @@ def test_an_adapter_is_exported_as_peft_reads_it(house: Path, export: str):
 
     fsdp = ("actor.engine.backend=fsdp", "actor.engine.options.lora.rank=2")
     metrics, said = run(*fsdp, f"train.export={export}", "train.models_kept=1")
-    assert "was not compared with the trained one" not in said
+    assert "was not compared with the trained model" not in said
     (kept,) = Path("run/models").iterdir()
     place = kept / "adapter" if export == "both" else kept
     assert (kept / "model.safetensors").exists() == (export == "both")

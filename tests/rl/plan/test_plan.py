@@ -199,7 +199,7 @@ def test_a_model_path_that_is_no_model_is_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "Did you mean model?" in refusal(make, "model.path=modle", kind=ModelError)
     hub = refusal(make, "model.path=Acme/Tiny-0.6B", kind=ModelError)
-    assert "HF_HUB_OFFLINE is set; nothing of it is cached" in hub
+    assert "HF_HUB_OFFLINE is set; no revision is cached" in hub
     assert "`hf download Acme/Tiny-0.6B`" in hub
     assert "is a file" in refusal(make, "model.path=train.jsonl", kind=ModelError)
     (project.root / "empty").mkdir()

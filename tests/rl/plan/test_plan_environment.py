@@ -216,7 +216,7 @@ def test_what_it_raises_as_it_is_made_is_said(make: Callable[..., Plan]):
 def test_a_reward_that_is_asked_for_and_not_there_is_said(make: Callable[..., Plan], project: Project):
     project.config["reward"] = {}
     rewards = WeightedRewards(make("environment.name=games:Game"))
-    with pytest.raises(ConfigError, match=r"asks for the reward, and the config has none: set reward\.function"):
+    with pytest.raises(ConfigError, match=r"requests a reward, but the config has none: set reward\.function"):
         asyncio.run(rewards.scorer(1)([{"response": "x"}]))
 
 

@@ -24,8 +24,8 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 BAD_ROWS = {
     "a broken line": ('{"prompt": "1+', "row 10 (line 10): not valid JSON"),
-    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 10 (line 10): column 'prompt' holds half"),
-    "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 10 (line 10): the key 'answer' stands twice"),
+    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 10 (line 10): column 'prompt' contains half"),
+    "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 10 (line 10): the key 'answer' occurs twice"),
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
     "no prompt": ('{"answer": "2"}', "row 10 (line 10) has no column 'prompt'"),
     "no answer": ('{"prompt": "1+1="}', "requires the argument 'answer', not among prompt, messages, response, "
@@ -217,7 +217,7 @@ def test_messages_are_rendered_as_the_run_renders_them(make: Callable[..., Plan]
         assert "but data.chat_template is false" in refusal(make, "data.chat_template=false")
     (project.root / "model/chat_template.jinja").write_text("{{ raise_exception('not so') }}")
     assert "9 rows of the data cannot be used" in (said := refusal(make, *template))
-    assert "row 1 (line 1): the chat template refuses the messages: not so" in said
+    assert "row 1 (line 1): the chat template rejects the messages: not so" in said
 
 
 def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan], project: Project):
@@ -320,7 +320,7 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
             "{train.jsonl: 1, few.jsonl: 3}",
             "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, which has only 5 prompts",
         ),
-        ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, and no row of it is left to draw"),
+        ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, but none of its rows is left"),
     ],
 )
 def test_weights_that_cannot_be_drawn_by_are_refused(project: Project, weights: str, said: str):

@@ -1,7 +1,7 @@
 """Describes every metric that a run writes: its unit, its meaning, its normal range, and what to do outside that range.
 
 The tables are in `metrics.md` beside this file; `docs/metrics.md` is a copy. A part of a name in angle brackets stands
-for many names: `reward/<name>`. Metrics that a plugin adds are not listed, and a run writes them all the same.
+for many names: `reward/<name>`. A run also writes the metrics that plugins add, which are not listed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
     cure: str
 
     def matches(self, name: str) -> bool:
-        """True if `name` is this metric's, or could be made by filling its placeholders."""
+        """True if `name` is the name of this metric, or results from filling the placeholders in this metric's name."""
         filled = re.sub(r"<(\w+)>", lambda found: _PATTERNS.get(found[1], "[^/]+"), self.name)
         return re.fullmatch(filled, name) is not None
 

@@ -1,4 +1,4 @@
-"""The trainer as a plugin: its commands, the parts of its algorithms, its trackers, and the hook that runs a step."""
+"""Registers the trainer as a plugin: commands, advantages, losses, filters, environments, trackers, and a step hook."""
 
 from __future__ import annotations
 
@@ -15,60 +15,67 @@ COMMANDS = {
     "plan": ("plan:plan", "Check a config, its data and its model without starting a run."),
     "keys": ("keys:keys", "List the config keys with types and defaults."),
 }
-"""Each command in `enginehouse_rl.cli`, and its line in `--help`."""
+"""For each command: its function, as a path below `enginehouse_rl.cli`, and its line in `--help`."""
 
 ADVANTAGES = {
     "distillation": (
-        "How much likelier a teacher finds each token (Lu et al. 2025)",
+        "Logprob of each token under a teacher minus its logprob under the policy (Lu et al. 2025)",
         ("old_logprobs", "reference_logprobs", "loss_mask"),
     ),
     "gae": (
-        "Discounted errors of a critic's values (Schulman et al. 2016)",
+        "Discounted sum of a critic's temporal-difference errors (Schulman et al. 2016)",
         ("reward", "token_rewards", "values", "loss_mask"),
     ),
-    "gdpo": ("Each of several rewards against its group, then all samples (Liu et al. 2026)", ("rewards", "group")),
+    "gdpo": (
+        "Each of several rewards normalized in its group, then their sum over all samples (Liu et al. 2026)",
+        ("rewards", "group"),
+    ),
     "gpg": (
-        "Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
+        "Reward minus the mean of its group, larger if the rewards of many groups are equal (Chu et al. 2025)",
         ("reward", "kl_penalty", "group"),
     ),
     "grpo": (
-        "Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
+        "Reward minus the mean of its group, divided by the group's standard deviation (Shao et al. 2024)",
         ("reward", "kl_penalty", "group"),
     ),
     "opo": (
-        "Reward against the mean of its group, weighted by length (Hao et al. 2025)",
+        "Reward minus the mean of its group weighted by length (Hao et al. 2025)",
         ("reward", "group", "response_tokens"),
     ),
     "process_rewards": (
-        "Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
+        "Rewards of the steps that end at a token or later, normalized in its group (Shao et al. 2024)",
         ("reward", "kl_penalty", "token_rewards", "group", "loss_mask"),
     ),
     "reinforce_plus_plus": (
-        "Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
+        "Discounted rewards from a token on, normalized over all tokens (Hu et al. 2025)",
         ("reward", "token_rewards", "loss_mask"),
     ),
     "reinforce_plus_plus_baseline": (
-        "Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
+        "Reward minus the mean of its group, divided by the standard deviation of all tokens (Hu et al. 2025)",
         ("reward", "kl_penalty", "group", "loss_mask"),
     ),
     "remax": (
-        "Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
+        "Rewards from a token on, minus the reward of the prompt's greedy response (Li et al. 2023)",
         ("reward", "token_rewards", "baseline", "loss_mask"),
     ),
-    "rloo": ("Reward against the mean of the others of its group (Ahmadian et al. 2024)", ("reward", "group")),
+    "rloo": ("Reward minus the mean of the other samples of its group (Ahmadian et al. 2024)", ("reward", "group")),
 }
 """Summary and needed columns of each advantage. An advantage that needs `group` compares the samples of each group."""
 POLICY_LOSSES = {
     "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
-    "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
+    "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or asymmetric",
     "gspo": "Clipped policy gradient by the ratio of whole sequences (Zheng et al. 2025)",
     "policy_gradient": "Policy gradient without a ratio (Williams 1992)",
-    "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
+    "sapo": "Policy gradient with a soft gate instead of a clip range (Gao et al. 2025)",
 }
 """Summary of each loss made by `enginehouse_rl.losses.policy`. Each loss has a file of its name."""
 CLIPPED = ("cispo", "clipped_policy", "gspo")
-"""Losses that clip their ratio. `gspo` clips the mean ratio of a whole sequence at 3e-4, so rounding matters: it makes
-sampled tokens a little less likely, and thereby clips half of the tokens that have a gradient."""
+"""Losses that clip their ratio.
+
+`gspo` clips the mean ratio of a whole sequence at 3e-4, which is less than the rounding differences between engines.
+With the rollout's logprobs, these differences would clip half of the tokens that have a gradient. Therefore `gspo`
+always needs logprobs from the actor.
+"""
 OTHER_LOSSES = {
     "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
     "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
@@ -131,11 +138,11 @@ def enginehouse_register_environments(register):
 def enginehouse_register_trackers(register):
     for name, class_name, summary, requires in (
         ("tensorboard", "TensorBoard", "Event files for TensorBoard, in the run directory", ()),
-        ("wandb", "WandB", "Weights & Biases, online or offline as its own settings say", ("wandb>=0.31",)),
+        ("wandb", "WandB", "Weights & Biases, online or offline by its settings", ("wandb>=0.31",)),
         (
             "mlflow",
             "MLflow",
-            "MLflow, by MLFLOW_TRACKING_URI, else a database in the run directory",
+            "MLflow at MLFLOW_TRACKING_URI, or with a database in the run directory",
             ("mlflow-skinny>=3.5", "sqlalchemy>=2", "alembic>=1.13"),
         ),
     ):

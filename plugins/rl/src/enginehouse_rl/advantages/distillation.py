@@ -3,8 +3,8 @@ it.
 
 Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines); Agarwal et al. 2024 (GKD) with reverse KL on the
 student's own samples. A_t = log p_teacher(t) - log p(t) is minus the k1 estimate of KL(policy, teacher) at each token,
-so the policy gradient lowers this divergence. `reference_logprobs` are the teacher's. p is the current policy if the
-actor recomputes its logprobs, even for tokens that an older policy generated.
+so the policy gradient lowers this divergence. `reference_logprobs` are the logprobs of the teacher. p is the current
+policy if the actor recomputes its logprobs, even for tokens that an older policy generated.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def gae(
         batch: samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
             `token_rewards` and `values`, float32, and `loss_mask`.
         gamma: discount of a later reward, per token.
-        lam: 1 trusts the rewards (no bias), 0 the critic's next value (little variance).
-        normalize: make the advantages of all counted tokens of the step have mean 0 and deviation 1; `returns` are
-            computed before.
+        lam: weight of later errors. 1 relies on the rewards (no bias), 0 on the critic's next value (little variance).
+        normalize: give the advantages of all counted tokens of the step a mean of 0 and a standard deviation of 1.
+            `returns` are computed from the advantages before normalization.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     values = tokens.of(batch.ragged("values"))

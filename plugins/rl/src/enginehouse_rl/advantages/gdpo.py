@@ -34,7 +34,10 @@ def gdpo(
     """
     rewards, group = batch["rewards"], batch["group"]
     if weights is not None and len(weights) != rewards.shape[1]:
-        raise ConfigError(f"algorithm.advantage.arguments.weights: {len(weights)} for {rewards.shape[1]} rewards")
+        raise ConfigError(
+            "algorithm.advantage.arguments.weights must hold one weight for each reward, "
+            f"{rewards.shape[1]} in all, not {len(weights)}"
+        )
     credits = torch.zeros(len(rewards), dtype=torch.float64)
     for reward, weight in zip(rewards.unbind(1), weights or [1.0] * rewards.shape[1], strict=True):
         _, distances, deviations = group_statistics(reward, group)

@@ -18,8 +18,8 @@ def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.
     """Return for each row the size of its group, the distance of its reward from the group's mean, and the group's
     standard deviation.
 
-    If all rewards of a group are equal, distance and deviation are exactly 0. A rounded mean would give both the same
-    tiny size, and their quotient would not be tiny.
+    If all rewards of a group are equal, distance and deviation are exactly 0. With a rounded mean, both would be tiny
+    instead of 0, and their quotient would not be tiny.
 
     Args:
         rewards: float `(rows,)`.
@@ -51,9 +51,9 @@ def kl_distances(batch: Batch) -> torch.Tensor:
     """Return for each row the distance of its KL penalty from the mean of its group, float64 `(rows,)`; 0 without a
     penalty.
 
-    The distance is subtracted from the advantage unscaled. As a part of the rewards it would be divided by their
-    deviation, and so count more if the rewards differ less. If all rewards were equal it would count fully, however
-    small its coefficient.
+    The distance is subtracted from the advantage unscaled. If the KL penalty were a part of the rewards, it would be
+    divided by their standard deviation, and would count more if the rewards differ less. In a group of equal rewards,
+    it would count at full size, however small its coefficient.
 
     Args:
         batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` if there is a KL term in the reward.

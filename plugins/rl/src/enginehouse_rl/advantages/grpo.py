@@ -2,7 +2,7 @@
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same
 for every token of the response. `scale=False` omits the division: Dr. GRPO (Liu et al. 2025), section 3. A KL term in
-the reward is also compared within the group, but not divided, because the deviation is that of the rewards.
+the reward is also compared within the group, but not divided by the standard deviation, which measures the rewards.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt
     Args:
         batch: samples of a step, with all samples of each group. `kl_penalty`: see `kl_distances`.
         scale: divide by the group's standard deviation.
-        epsilon: number added to the standard deviation. A group of equal rewards has advantages of exactly 0, except
-            for a KL term's.
+        epsilon: number added to the standard deviation. A group of equal rewards has advantages of exactly 0, apart
+            from a KL term.
     """
     _, distances, deviations = group_statistics(batch["reward"], batch["group"])
     per_row = distances / (deviations + epsilon) if scale else distances

@@ -28,7 +28,7 @@ def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e
         batch: samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32 and
             `loss_mask`. `kl_penalty`: see `kl_distances`.
         epsilon: number added to the standard deviation. A group of equal step rewards has advantages of exactly 0,
-            except for a KL term's.
+            apart from a KL term.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     rewards = tokens.rewards(batch)

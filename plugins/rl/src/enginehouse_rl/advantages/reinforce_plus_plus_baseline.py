@@ -1,9 +1,10 @@
 """REINFORCE++ with a baseline compares a reward with its group's mean, in standard deviations of all tokens of the
 step.
 
-Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. Only the mean comes from the group. Its deviation is
-noisy, and 0 if all rewards are equal, so the deviation of the whole batch is the divisor. A KL term in the reward,
-which the paper has in the loss, is also compared within the group, but not divided.
+Source: Hu et al. 2025, "REINFORCE++", the variant with a baseline. Only the mean comes from the group. The standard
+deviation of a group is noisy, and 0 if all rewards are equal. Therefore the divisor is the standard deviation of all
+tokens of the step. A KL term in the reward, which the paper has in the loss, is also compared within the group, but not
+divided.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["CountedTokens"]
 
 
 class CountedTokens:
-    """The tokens that a `loss_mask` counts, end to end, and sums over them.
+    """The tokens that a `loss_mask` counts, concatenated over all rows, and sums over these tokens.
 
     Attributes:
         row: row of each token, int64 `(counted,)`.
@@ -74,6 +74,6 @@ class CountedTokens:
 
 
 def normalized(values: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
-    """Return `values` `(counted,)` minus their mean, over `sqrt(variance + epsilon)`; equal values give exactly 0."""
+    """Return `(values - mean) / sqrt(variance + epsilon)` of `values` `(counted,)`; equal values give exactly 0."""
     _, distances, deviations = group_statistics(values, torch.zeros(len(values), dtype=torch.int64))
     return distances / (deviations.square() + epsilon).sqrt()

@@ -44,7 +44,7 @@ class BenchmarkItems(NamedTuple):
 
     Attributes:
         until: strings before which a response ends.
-        description: the version of the task and its number of shots, for people.
+        description: the version of the task and its number of shots, for display.
     """
 
     items: tuple[Item, ...]
@@ -83,7 +83,7 @@ def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> Ben
         is_chat: true if prompts are chat messages, with the shots as earlier turns; false if they are plain text.
 
     Raises:
-        DataError: the files are not those of the benchmark.
+        DataError: the files are not the data set of the benchmark.
     """
     with _fix_seeds(), _hide_bars():
         try:
@@ -91,7 +91,7 @@ def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> Ben
             items = [item for task in tasks for item in _list_items(task, limit, is_chat)]
         except Exception as error:  # of many kinds: a split, a column or a file is missing
             raise DataError(
-                f"the benchmark {name} cannot be made of {folder}: {type(error).__name__}: {first_line(error)}"
+                f"cannot read the benchmark {name} from {folder}: {type(error).__name__}: {first_line(error)}"
             ) from error
     task, generation = tasks[0], tasks[0].config.generation_kwargs or {}
     title = BENCHMARKS[name].task

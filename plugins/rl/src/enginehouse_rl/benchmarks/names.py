@@ -78,10 +78,10 @@ class BenchmarkName(NamedTuple):
 
 
 def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
-    """Return the benchmarks that some texts name, each once.
+    """Return the benchmarks that `texts` name, each once.
 
     Raises:
-        ValueError: a text names no benchmark, or a benchmark that another text names with another revision.
+        ValueError: a text names no benchmark, or two texts name different revisions of a benchmark.
     """
     benchmarks: dict[str, BenchmarkName] = {}
     for text in texts:
@@ -89,14 +89,14 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
         if name in SEVERAL and at:
             parts = ", ".join(f"{part}@REVISION" for part in SEVERAL[name])
             raise ValueError(
-                f"{text!r}: {name} has several data sets, and a revision belongs to one of them: write {parts}"
+                f"{text!r}: {name} has several data sets, but a revision belongs to a single data set: write {parts}"
             )
         if (name not in BENCHMARKS and name not in SEVERAL) or (at and not revision):
             raise ValueError(f"unknown benchmark {text!r}. {nearest(name, [*BENCHMARKS, *SEVERAL])}")
         for part in SEVERAL.get(name, (name,)):
             benchmark = BenchmarkName(part, revision or None)
             if benchmarks.setdefault(part, benchmark) != benchmark:
-                raise ValueError(f"{part} is there with two revisions: {benchmarks[part]} and {benchmark}")
+                raise ValueError(f"{part} must not have two revisions: {benchmarks[part]} and {benchmark}")
     return list(benchmarks.values())
 
 
@@ -129,7 +129,7 @@ def _check_sentences(name: str) -> None:
         if not nltk.download(SENTENCES, quiet=True, print_error_to=output):
             raise ConfigError(
                 f"the benchmark {name} counts sentences with NLTK's data {SENTENCES}, which is not installed and "
-                f"cannot be downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): run `python "
+                f"cannot be downloaded ({' '.join(output.getvalue().split()) or 'no reason given'}): run `python "
                 f"-m nltk.downloader -d FOLDER {SENTENCES}` on a machine with a network, and set NLTK_DATA to the "
                 "folder"
             ) from None

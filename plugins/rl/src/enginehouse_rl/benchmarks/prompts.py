@@ -13,7 +13,7 @@ from enginehouse_rl.data.rendering import Counted, Renderer, skip_counting
 def load_prompts(
     name: str, source: BenchmarkItems, tokenizer: Any, system: str | None, counted: Counted = skip_counting
 ) -> Batch:
-    """Tokenize the prompts of a benchmark, like those of any held-out file; columns as in `PromptDataset.rows`.
+    """Tokenize the prompts of a benchmark, like the prompts of a held-out file; columns as in `PromptDataset.rows`.
 
     The column `columns` has the arguments of `enginehouse_rl.benchmarks.scoring.score`.
 

@@ -18,7 +18,7 @@ INVALID = "[invalid]"
 
 
 def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict[str, Any]:
-    """Return the score of a response by the benchmark's own metric, and all other lm-eval metrics of it."""
+    """Return the score of a response by the benchmark's metric, and all lm-eval metrics of the response."""
     scorer, chosen = _find_scorer(benchmark, task, doc), BENCHMARKS[benchmark]
     request = scorer.construct_requests(doc=doc, ctx="", metadata=(task, 0, 1))
     assert isinstance(request, Instance)  # each of these tasks generates text

@@ -15,8 +15,9 @@ class ColumnNames:
     """New names of columns, and names of values inside columns.
 
     Attributes:
-        sources: the column or the inner value of each name: `solution`, `reward_model.ground_truth`. A column loses its
-            own name, unless the new name is that of a value inside it.
+        sources: the source of each new name: a column (`solution`), or a value inside a column
+            (`reward_model.ground_truth`). A column that gets a new name loses its old name. A column keeps its name if
+            only values inside it get new names.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -37,8 +38,8 @@ class ColumnNames:
         for shape in table.shapes():
             for name in self._find_clashes(shape.columns):
                 problems.add(
-                    f"{table.where(shape.first)} has a column {name!r}, and data.columns calls {self.sources[name]!r} "
-                    f"so: give {name!r} another name there too"
+                    f"{table.where(shape.first)} has a column {name!r}, but data.columns gives this name to "
+                    f"{self.sources[name]!r}: give the column {name!r} another name in data.columns too"
                 )
         for name, source in self.sources.items():
             column, _, inner = source.partition(".")
@@ -48,7 +49,7 @@ class ColumnNames:
                 except LookupError:
                     choices = f". {nearest(inner, value)}" if isinstance(value, Mapping) else ""
                     problems.add(
-                        f"{table.where(row)}: column {column!r} holds no {inner!r}, which data.columns calls "
+                        f"{table.where(row)}: column {column!r} has no value {inner!r}, which data.columns calls "
                         f"{name!r}{choices}"
                     )
         problems.raise_any()

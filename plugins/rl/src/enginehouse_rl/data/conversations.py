@@ -22,8 +22,8 @@ def open_demonstrations(
 
     Args:
         tools: the column with the tools that the model may call, if there is one.
-        conversation: the column with prompt and response as one chat. `Table.needed` then has both as if they were
-            columns.
+        conversation: the column with prompt and response as one chat. `Table.needed` then contains prompts and
+            responses as two columns.
         seconds: the time for reading, as for `open_table`.
 
     Raises:
@@ -46,11 +46,13 @@ def _split(chat: Any, where: str, problems: RowProblems) -> tuple[list[Any], lis
     """Return the messages before the assistant's first turn, and the remaining messages."""
     messages = read_text_or_chat(chat)
     if not are_messages(messages):
-        problems.add(f"{where} is no chat, a list of messages with a role: {shorten(chat)}")
+        problems.add(f"{where} must be a chat, a list of messages with roles, not {shorten(chat)}")
         return [], []
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
-        problems.add(f"{where} is no chat in which the assistant answers: its roles are {', '.join(roles[:5])}")
+        problems.add(
+            f"{where} must be a chat in which the assistant answers another role; its roles are {', '.join(roles[:5])}"
+        )
         return [], []
     first = roles.index("assistant")
     return messages[:first], messages[first:]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = 8
-"""Files that are read at a time; the hash function releases the GIL."""
+"""Maximum number of files that are read at the same time; the hash function releases the GIL."""
 MODEL_FILES = frozenset({".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".txt", ".py"})
 """Suffixes of the model files that engines and tokenizers read."""
 MODEL_PARTS, PART_BYTES = 64, 1 << 16
@@ -32,10 +32,10 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
     """Return the hexadecimal digest of a file's bytes.
 
     Args:
-        to_disk: also ensure that the file is on disk when this returns.
+        to_disk: also fsync the file.
 
     Raises:
-        OSError: the file cannot be read, or not be written to disk.
+        OSError: the file cannot be read, or fsync fails.
     """
     with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, _load_xxh3()).hexdigest()  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def model_digest(directory: str | Path) -> str:
     """Return the hexadecimal digest of a model's directory.
 
     It covers the names and sizes of the files, the whole content of small files, and evenly spread parts of large
-    files, so that it is cheap even for 16 GB. It differs after training; it may not notice a change of a single value.
+    files, so that it is cheap even for 16 GB. Training changes the digest, but a change of a single value may not.
 
     Raises:
         OSError: a file cannot be read.

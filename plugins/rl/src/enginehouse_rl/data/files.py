@@ -48,7 +48,7 @@ class Table(Protocol):
 
     Attributes:
         needed: the values of each needed column, one for each row.
-        unread: the number of further rows, for which there was no time.
+        unread: the number of further rows, which were not read because the time was up.
     """
 
     needed: dict[str, list[Any]]
@@ -86,12 +86,13 @@ class RowProblems:
             self._first.append(problem)
 
     def add_alike(self, place: str, problem: str) -> None:
-        """Add a problem of the row at `place` that other rows may share. It is described once, with their number."""
+        """Add a problem of the row at `place` that other rows may share. The error then describes the problem once, and
+        states the number of rows."""
         first, more = self._alike.get(problem, (place, -1))
         self._alike[problem] = first, more + 1
 
     def raise_any(self) -> None:
-        """Raise the only problem alone, or several as a list.
+        """Raise an error that states the only problem, or lists several problems.
 
         Raises:
             DataError: there is a problem.
@@ -241,7 +242,7 @@ class ParquetTable:
                     values.append(value.as_py())
                 except UnicodeDecodeError as error:
                     place = _name_row(self._path, self._rows + row, None)
-                    problems.add(f"{place}: column {name!r} is no text: {error}")
+                    problems.add(f"{place}: column {name!r} is not valid UTF-8: {error}")
                     values.append(None)
             return values
 
@@ -382,7 +383,7 @@ def _check_path(path: Path) -> None:
     if not path.exists():
         raise DataError(f"there is no data file {path}{_suggest_path(path)}")
     if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} is of no known kind: data files end in {', '.join(SUFFIXES)}")
+        raise DataError(f"{path} must be a data file, with a name that ends in {', '.join(SUFFIXES)}")
 
 
 def _suggest_path(path: Path) -> str:
@@ -496,20 +497,20 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
     try:
         record = _decode(line.decode("utf-8"))
     except _RepeatedKey as error:
-        raise DataError(f"{place}: the key {str(error)!r} stands twice in one object: keep one of them") from error
+        raise DataError(f"{place}: the key {str(error)!r} occurs twice in one object: keep one of them") from error
     except ValueError as error:  # also UnicodeDecodeError
         shown = line[:_SHOWN].decode("utf-8", "replace") + ("..." if len(line) > _SHOWN else "")
         raise DataError(f"{place}: not valid JSON: {error}: {shown}") from error
     except RecursionError as error:
         raise DataError(f"{place}: {_NESTED}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: expected one JSON object a line, found {describe_kind(record)}")
+        raise DataError(f"{place}: expected one JSON object per line, found {describe_kind(record)}")
     if line.count(b"[") + line.count(b"{") > MOST_NESTED and _count_levels(record) > MOST_NESTED:
         raise DataError(f"{place}: {_NESTED}")
     if (b"\\ud" in line or b"\\uD" in line) and (broken := _find_broken_text(record)):
         raise DataError(
-            f"{place}: {broken} holds half of a character, a lone surrogate such as \\ud83d, which is no text: cut it "
-            "out, or write the whole character"
+            f"{place}: {broken} contains half of a character, a lone surrogate such as \\ud83d: remove it, or write "
+            "the whole character"
         )
     return record
 

@@ -1,9 +1,9 @@
 """Reads preferences: pairs of responses of which one is better, or single responses that are rated good or bad.
 
-The forms are those of TRL. A pair has a prompt and two responses, as strings or chat messages. Without a column of
-prompts, both responses begin with the prompt, which is the part that they share. Two chats may also begin with the
-prompt if the column of prompts has only its text. A rated response has a prompt and a label. This module does not
-import torch, because `plan` uses it.
+The formats are the same as in TRL. A pair has a prompt and two responses, as strings or chat messages. Without a column
+of prompts, both responses begin with the prompt, which is the part that they share. If the column of prompts has only
+the text of a prompt, two chats may also begin with the prompt. A rated response has a prompt and a label. This module
+does not import torch, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, skip_counting
 
 FIGURES = {"margin": "a number", "label": "true or false"}
-"""The values of a column with a margin or a label, by its name in a batch."""
+"""Required values in a column of margins or labels, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class PreferenceColumns:
 
     Attributes:
         responses: the columns of the better and the worse response, or of the only response.
-        figure: the number of a row, `"margin"` or `"label"`; empty: it has none.
-        figure_column: the column of that number.
+        figure: the further value of each row, `"margin"` or `"label"`; empty: there is none.
+        figure_column: the column of that value.
         tools: the column of the tools that the model may call; empty: there is none.
     """
 
@@ -68,8 +68,9 @@ class PreferenceTable:
             for shape in self.table.shapes():
                 if columns.prompt in shape.columns:
                     problems.add(
-                        f"{self.table.where(shape.first)} has a column {columns.prompt!r}, and the first row has none: "
-                        "either every row has a prompt, or none has, and both responses begin with it"
+                        f"{self.table.where(shape.first)} has a column {columns.prompt!r}, but the first row has none: "
+                        "either all rows must have this column, or no row, with both responses beginning with the "
+                        "prompt"
                     )
             problems.raise_any()
 
@@ -77,7 +78,7 @@ class PreferenceTable:
         return len(self.table)
 
     def texts(self, row: int) -> tuple[Any, ...]:
-        """Return the prompt of a row, if prompts have a column, and its responses, as they stand in the file."""
+        """Return the prompt of a row, if prompts have a column, and its responses, unchanged from the file."""
         names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
         return tuple(self.table.needed[name][row] for name in names)
 
@@ -122,7 +123,7 @@ class PreferenceTable:
         for index, pair in enumerate(zip(*responses, strict=True)):
             prompt, *parts = _split_shared(*map(read_text_or_chat, pair))
             if not prompt or not any(parts):
-                fault = "do not begin alike, as they would with one" if not prompt else "are the same"
+                fault = "have no common beginning, which would be the prompt" if not prompt else "are equal"
                 problems.add(
                     f"{where(index)}: there is no prompt (column {self.columns.prompt!r}), and columns "
                     f"{' and '.join(map(repr, self.columns.responses))} {fault}"

@@ -34,18 +34,18 @@ class PromptWriter:
         return isinstance(prompt, str) and not self.chat_template
 
     def prepare_chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return chat messages in the form that the template takes.
+        """Return chat messages in the format that the template accepts.
 
         Raises:
-            DataError: a message is empty, or has content that the template does not take.
+            DataError: a message is empty, or has content that the template does not accept.
         """
         chat = [dict(message) for message in messages]
         for message in chat:
             check_content(message)
         if any(message.get("tool_calls") for message in chat) and not writes_calls(self.tokenizer):
             raise DataError(
-                "a turn calls tools, which the chat template of the model's tokenizer leaves out: take a model whose "
-                "template writes them, or write the calls in the content"
+                "a turn calls tools, but the chat template of the model's tokenizer leaves tool calls out: use a model "
+                "whose template writes them, or write the calls into the content"
             )
         if any(isinstance(message.get("content"), list) for message in chat):
             texts = [join_parts(message) for message in chat]  # raises for a picture, of which only a mark would remain
@@ -67,14 +67,14 @@ class PromptWriter:
         """Return the text that the chat template writes for messages.
 
         Raises:
-            DataError: the template rejects them.
+            DataError: the template rejects the messages.
         """
         chat = self.prepare_chat(messages)
         try:
             return render_chat(self.tokenizer, chat, add_generation_prompt, tools)
         except Exception as error:  # templates raise errors of any kind
             added = ", the first of which is data.system" if len(chat) > len(messages) else ""
-            raise DataError(f"the chat template refuses the messages{added}: {error}") from error
+            raise DataError(f"the chat template rejects the messages{added}: {error}") from error
 
     def render_row(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
         """Return the prompt of a row as text; None after a problem, which is added to `problems`."""
@@ -90,7 +90,7 @@ class PromptWriter:
         if self.is_plain(prompt):
             if self.system is not None or tools or self._has_arguments:
                 raise _NoTemplate(
-                    f"the prompt is a string, to which no chat template is applied, and {self._name_cause(tools)}: set "
+                    f"the prompt is a string, to which no chat template is applied, but {self._name_cause(tools)}: set "
                     "data.chat_template=true, or give chat messages"
                 )
             return prompt
@@ -123,8 +123,8 @@ class PromptWriter:
             self._writes_tools = text != self.apply_template(messages, True)
         if tools and not self._writes_tools:
             raise _NoTemplate(
-                "the row has tools (data.tools), but the chat template of the model's tokenizer writes none: take a "
-                "model whose template does, or unset data.tools"
+                "the row has tools (data.tools), but the chat template of the model's tokenizer writes no tools: use a "
+                "model whose template writes them, or unset data.tools"
             )
         return text
 
@@ -132,7 +132,7 @@ class PromptWriter:
         """Name the setting that requires a chat template."""
         if self.system is None and not tools:
             return "data.template_arguments are set"
-        return "data.system is set" if self.system is not None else "it has tools (data.tools)"
+        return "data.system is set" if self.system is not None else "the row has tools (data.tools)"
 
     @functools.cached_property
     def _has_arguments(self) -> bool:
@@ -152,6 +152,6 @@ def read_tools(value: Any) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
             f"its tools (data.tools) are {shorten(tools)} ({describe_kind(tools)}); expected a list of JSON "
-            "schemas, or its text"
+            "schemas, or such a list as text"
         )
     return tools if isinstance(value, str) else drop_none(tools)  # Arrow gives each object the keys of all objects

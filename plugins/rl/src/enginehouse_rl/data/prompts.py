@@ -75,11 +75,13 @@ class PromptDataset:
             overlong: treatment of prompts that are too long: `"error"`, or `"drop"` them.
             order_by: column with a number, for `ranks`.
             system: the system message for chats that begin without one.
-            tools: column of the tools that the model may call, for the template: a list of JSON schemas or its text.
+            tools: column of the tools that the model may call, for the template: a list of JSON schemas, as a list or
+                as text.
             columns: names of other columns, and of values inside them, for rewards and environments.
 
         Raises:
-            DataError: a file, a row or a column is wrong; or all prompts, or all of a file with a weight, are too long.
+            DataError: a file, a row or a column is wrong; or all prompts are too long, or all prompts of a file with a
+                weight.
         """
         limit = TokenLimit.from_option("data.max_prompt_tokens", max_prompt_tokens)
         names = ColumnNames(columns or {})

@@ -1,4 +1,4 @@
-"""Turns rows into tokens, in the same way for every command. docs/rows.md describes it."""
+"""Turns rows into tokens, in the same way for every command. docs/rows.md describes the rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 1024
 _BORDERS = ("\n", "a", "0", ".")
 """Texts that seldom share a token with the text after them."""
 _SPECIAL_TOKENS = 8
-"""A bound on the number of tokens that a tokenizer adds to a text."""
+"""Upper bound on the number of special tokens that a tokenizer adds to a text."""
 
 
 class Counted(Protocol):
@@ -130,7 +130,7 @@ class Renderer:
             prompts: strings, or lists of `{"role": ..., "content": ...}`.
             where: names row `i` in messages.
             problems: gets the problems of rows, which the caller raises; None: they are raised here.
-            tools: the tools of each prompt, as a list of JSON schemas or its text; None: there are none.
+            tools: the tools of each prompt, a list of JSON schemas, as a list or as text; None: there are none.
 
         Returns:
             The text of each prompt, as the template renders it or unchanged, and its token ids (int32).
@@ -192,7 +192,7 @@ class Renderer:
 
     @functools.cached_property
     def _begins(self) -> tuple[int, ...] | None:
-        """The ids that the tokenizer puts before a text; None if the text's own tokens cannot be told apart."""
+        """The ids that the tokenizer puts before a text; None if they cannot be told apart from the text's tokens."""
         for text in ("a", "0", "."):
             (plain,), (marked,) = self._encode([text]), self._encode([text], True)
             for place in range(len(marked) - len(plain) + 1):
@@ -226,7 +226,7 @@ class Renderer:
             The responses. A response has no tokens after a problem.
 
         Raises:
-            DataError: a completion is neither, cannot be rendered or has no tokens.
+            DataError: a completion is neither a string nor such a list, cannot be rendered, or has no tokens.
         """
         row_problems = RowProblems() if problems is None else problems
         texts, prompt_ids = rendered
@@ -254,9 +254,9 @@ class Renderer:
         return responses
 
     def _cut_reply(self, text: str, prompt: np.ndarray, reply: Reply, whole: np.ndarray, special: bool) -> Response:
-        """Return the tokens of a reply after its prompt's tokens, with its end.
+        """Return the tokens of a reply, which follow the tokens of its prompt, and its end token.
 
-        `whole` has the tokens of both together; `special` is true if no chat template wrote the prompt.
+        `whole` has the tokens of prompt and reply together. `special` is true if no chat template wrote the prompt.
 
         Raises:
             DataError: the reply has no tokens, or a token has letters of two turns.
@@ -275,7 +275,7 @@ class Renderer:
         return Response.from_ids(ids)
 
     def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: Reply, whole: np.ndarray) -> Response:
-        """Return a response of several turns, of which only the assistant's are learned.
+        """Return a response of several turns, of which only the turns of the assistant are learned.
 
         Raises:
             DataError: a token has letters of two turns.
@@ -293,10 +293,10 @@ class Renderer:
         return Response(whole[prompt_tokens:last], learned[prompt_tokens:last])
 
     def _cut_prompt(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
-        """Return the tokens of a reply after its prompt's tokens, from the tokens of both together.
+        """Return the tokens of a reply, given the tokens `whole` of prompt and reply together.
 
         If a token contains letters of both, the reply is tokenized after another text with which it shares no token,
-        because at generation the model gets exactly the prompt's own tokens.
+        because at generation the model gets exactly the tokens of the prompt.
         """
         if np.array_equal(whole[: len(prompt)], prompt):
             return whole[len(prompt) :]
@@ -356,7 +356,7 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
 
 
 def make_length_error(prompts: int, shortest: int, limit: TokenLimit) -> DataError:
-    """Return the error that all prompts are too long; `shortest` is the length of the shortest in tokens."""
+    """Return the error for the case that all prompts are too long. `shortest` is the length of the shortest prompt."""
     return DataError(
         f"data.overlong_prompts=drop leaves none of {prompts:,} prompts: the shortest has {shortest} tokens, more than "
         f"{limit.option}"

@@ -19,7 +19,7 @@ class Reply:
     """The text that follows a prompt.
 
     Attributes:
-        others: the start and the end, as character positions, of each part that is not the assistant's.
+        others: the start and the end, as character positions, of each part that the assistant did not write.
         is_plain: true if the row has the reply as a string, and not as chat messages.
     """
 
@@ -44,7 +44,7 @@ class ReplyWriter:
         """Return a string unchanged, and chat messages as the template writes them after the prompt's `text`.
 
         Raises:
-            DataError: the template rejects them, or the assistant's words cannot be told apart from other words.
+            DataError: the template rejects the messages, or the assistant's words cannot be told apart from others.
         """
         if isinstance(reply, str):
             return Reply(reply, is_plain=True)
@@ -61,9 +61,9 @@ class ReplyWriter:
         whole = write(len(reply), False)
         if not whole.startswith(text) or len(whole) == len(text):
             raise DataError(
-                f"does not continue the prompt: the prompt ends with {text[-30:]!r}, which the chat template writes "
-                "otherwise where this reply follows: give each turn of the assistant as a row of its own, and as a "
-                "text, which stands behind the prompt as it is"
+                f"does not continue the prompt: the prompt ends with {text[-30:]!r}, but the chat template writes this "
+                "end differently if this reply follows. Make a separate row of each turn of the assistant, and write "
+                "the turn as a string, which follows the prompt unchanged"
             )
         other_parts: list[tuple[int, int]] = []
         start = len(text)
@@ -74,8 +74,8 @@ class ReplyWriter:
             before, after = self._share_turns(write(back, False), whole, start), write(number, True)
             if not before or not whole.startswith(after):
                 raise DataError(
-                    "has turns that the chat template writes otherwise once others follow (as where it leaves out "
-                    "earlier thoughts): give each turn of the assistant as a row of its own"
+                    "has turns that the chat template writes differently once others follow (for example, without "
+                    "earlier thoughts): make a separate row of each turn of the assistant"
                 )
             other_parts.append((len(before) - len(text), len(after) - len(text)))
             start = len(after)
@@ -90,14 +90,14 @@ class ReplyWriter:
         if not isinstance(reply, list):
             raise DataError(f"is {describe_kind(reply)}, expected a string or chat messages")
         if self._prompts.is_plain(prompt):
-            raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
+            raise DataError("is a list of chat messages, but the prompt is a string: give both in the same form")
         if not are_messages(reply):
             raise DataError(f"is {shorten(reply)}; expected a string, or chat messages with 'role' and 'content'")
         for message, does in ((reply[0], "begins"), (reply[-1], "ends")):
             if message["role"] != "assistant":
                 raise DataError(
-                    f"{does} with a turn of the {message['role']}, whose words the model is not to learn: it has to "
-                    "begin and end with the assistant's; what stands before belongs to the prompt"
+                    f"{does} with a turn of the {message['role']}, but must begin and end with a turn of the "
+                    "assistant, because the model learns only these: earlier turns belong to the prompt"
                 )
 
     def _share_turns(self, before: str, whole: str, start: int) -> str:

@@ -125,23 +125,24 @@ class Sampler(Generic[D]):
             value = state.get(name)
             if type(value) is not int or (value < 0 and name != "seed"):
                 raise DataError(
-                    f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, but a whole "
-                    "number is expected, not below 0 except for the seed"
+                    f"cannot resume: the checkpoint is damaged: the sampler's {name} must be a whole number"
+                    f"{'' if name == 'seed' else ', 0 or more'}, not {value!r}"
                 )
         if state["rows"] != len(self.dataset):
             raise DataError(
-                f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
-                f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
+                f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, but this data "
+                f"set has {len(self.dataset)} rows. Resume with the same file, or start a new run"
             )
         if len(self._sources) > 1 and (sources := state.get("sources")) != self._list_sources():
             raise DataError(
-                f"cannot resume: the checkpoint was written with the rows {sources} of data.train, and these are "
-                f"{self._list_sources()}. Resume with the same files in the same order, or start a new run"
+                f"cannot resume: the checkpoint was written with the files {sources} of data.train (name and number of "
+                f"rows), but this run has {self._list_sources()}. Resume with the same files in the same order, or "
+                "start a new run"
             )
         if state["position"] > len(self.dataset):
             raise DataError(
-                f"cannot resume: the checkpoint is damaged: the sampler's position is {state['position']}, in "
-                f"{len(self.dataset)} rows"
+                f"cannot resume: the checkpoint is damaged: the sampler's position must be at most "
+                f"{len(self.dataset)}, the number of rows, not {state['position']}"
             )
         self.seed = state["seed"]
         self.drawn = state["epoch"] * len(self.dataset) + state["position"]

@@ -43,7 +43,7 @@ def make_sources(files: str | Path | Sequence[str | Path] | Mapping[str, float],
     sources = [Source(*fields) for fields in zip(_shorten_paths(list(files)), files, rows, files.values(), strict=True)]
     for source in sources:
         if not source.rows:
-            raise DataError(f"{source.path} has a weight in data.train, and no row of it is left to draw")
+            raise DataError(f"{source.path} has a weight in data.train, but none of its rows is left")
     return sources
 
 
@@ -69,8 +69,8 @@ def rank_values(values: Sequence[Any], column: str, where: Callable[[int], str])
     for row, value in enumerate(values):
         if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
             problems.add(
-                f"{where(row)}: {column!r} is {value!r} ({describe_kind(value)}), and data.order_by={column} sorts by "
-                "numbers"
+                f"{where(row)}: {column!r} is {value!r} ({describe_kind(value)}), but "
+                f"data.order_by={column} needs a number other than NaN"
             )
     problems.raise_any()
     ranks = {value: rank for rank, value in enumerate(sorted(set(values)))}

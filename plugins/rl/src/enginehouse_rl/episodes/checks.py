@@ -2,9 +2,9 @@
 
 The policy must have generated each chosen token during this play, after exactly the tokens that precede it in the
 episode, and with the logprob that the episode states. An environment that decodes a response and encodes it again, or
-that edits messages, breaks this silently: the loss would train on tokens that nobody generated. An environment that
-makes several rows of an episode also breaks it if it marks their common prefix as chosen in each row, because these
-tokens would count twice.
+that edits messages, silently breaks this rule: the loss would train on tokens that nobody generated. An environment
+that makes several rows of an episode must not mark their common prefix as chosen in each row, because these tokens
+would count twice.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class EpisodeChecks:
             )
         if len(episodes) != count:
             raise MalformedEpisode(
-                f"environment {self.environment!r}, {task}: it returned {len(episodes)} episode(s), and {count} were "
-                "asked for (EpisodeContext.samples)"
+                f"environment {self.environment!r}, {task}: it returned {len(episodes)} episode(s), but must return "
+                f"{count} (EpisodeContext.samples)"
             )
         again: Counter[bytes] = Counter()
         for number, episode in enumerate(episodes):
             try:
                 problem = self._check_episode(episode, drawn, again)
             except Exception as error:  # classes of the environment may raise errors of any kind
-                problem = f"looking at it raised {type(error).__name__}: {error}"
+                problem = f"reading it raised {type(error).__name__}: {error}"
             if problem:
                 raise MalformedEpisode(
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
@@ -94,7 +94,8 @@ class EpisodeChecks:
         if wrong_rows:
             prefix = "" if wrong_rows[0] is earlier else "a list that holds "
             return (
-                f"its earlier rows are {prefix}{type(wrong_rows[0]).__name__}, not a list of Segments (Episode.earlier)"
+                f"its earlier rows must be a list of Segments (Episode.earlier), not {prefix}"
+                f"{type(wrong_rows[0]).__name__}"
             )
         before: list[tuple[np.ndarray, np.ndarray]] = []
         for number, row in enumerate(episode.rows):
@@ -117,14 +118,14 @@ class EpisodeChecks:
             try:
                 column = np.asarray(getattr(row, name))
             except Exception as error:
-                return f"its {name} are no row of numbers: {type(error).__name__}: {error}"
+                return f"its {name} must be a flat list of numbers: {type(error).__name__}: {error}"
             if column.ndim != 1 or (len(column) and column.dtype.kind not in kinds):
-                return f"its {name} are not one {entry} a token, but {column.dtype} of shape {column.shape}"
+                return f"its {name} must hold one {entry} per token, not {column.dtype} of shape {column.shape}"
             columns[name] = column
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
-            return f"it has {counts}: one of each a token is wanted"
+            return f"its columns must have equal lengths, but it has {counts}"
         tokens, mask = columns["tokens"].astype(np.int64), columns["mask"].astype(np.bool_)
         logprobs, versions = columns["logprobs"].astype(np.float32), columns["versions"].astype(np.int64)
         problem = (
@@ -144,21 +145,24 @@ class EpisodeChecks:
             return ""
         if not self.token_rewards:
             return (
-                "it has token_rewards, which the advantage of this run does not read; one that does is process_rewards "
-                "(algorithm.advantage.name)"
+                "it has token_rewards, which the advantage of this run does not read: use an advantage that reads "
+                "them, such as process_rewards (algorithm.advantage.name)"
             )
         try:
             rewards = np.asarray(token_rewards)
         except Exception as error:
-            return f"its token_rewards are no row of numbers: {type(error).__name__}: {error}"
+            return f"its token_rewards must be a flat list of numbers: {type(error).__name__}: {error}"
         if rewards.dtype.kind not in "fiu" or rewards.shape != mask.shape:
-            return f"its token_rewards are {rewards.dtype} of shape {rewards.shape}, and it has {len(mask)} tokens"
+            return (
+                f"its token_rewards must be {len(mask)} numbers, one per token, not {rewards.dtype} of shape "
+                f"{rewards.shape}"
+            )
         wrong = ~np.isfinite(rewards.astype(np.float32)) | ((rewards != 0) & ~mask)
         if not wrong.any():
             return ""
         place = int(wrong.argmax())
-        return f"the reward of its token {place} is {rewards[place]}" + (
-            "" if mask[place] else ", and the policy did not choose it"
+        return f"the reward of its token {place} is {rewards[place]}, but must be " + (
+            "finite" if mask[place] else "0, because the policy did not choose this token"
         )
 
     def _check_tokens(self, tokens: np.ndarray) -> str:
@@ -166,22 +170,22 @@ class EpisodeChecks:
             return "it has no tokens"
         if self.most_tokens is not None and len(tokens) > self.most_tokens:
             return (
-                f"it has {len(tokens)} tokens, and the models of this run read at most {self.most_tokens}: end it "
-                "before that"
+                f"it has {len(tokens)} tokens, but the models of this run read at most {self.most_tokens}: end the "
+                "episode earlier"
             )
         unknown = tokens < 0
         if self.vocabulary is not None:
             unknown |= tokens >= self.vocabulary
         if unknown.any():
             place = int(unknown.argmax())
-            hint = "" if self.vocabulary is None else f", and the models of this run know 0 to {self.vocabulary - 1}"
-            return f"its token {place} is {tokens[place]}{hint}"
+            known = "from 0 on" if self.vocabulary is None else f"0 to {self.vocabulary - 1}"
+            return f"its token {place} is {tokens[place]}, but the models of this run only know the ids {known}"
         return ""
 
 
 _COLUMNS = (
     ("tokens", "iu", "token id"),
-    ("mask", "biu", "true or false"),
+    ("mask", "biu", "boolean"),
     ("logprobs", "fiu", "logprob"),
     ("versions", "iu", "weight version"),
 )
@@ -196,7 +200,7 @@ def _check_text(name: str, value: Any) -> str:
 
 def _check_choice(mask: np.ndarray, finish: str) -> str:
     if finish == FAILED:
-        return f"it ended as {FAILED!r}, and has tokens that are marked as chosen" if mask.any() else ""
+        return f"its finish is {FAILED!r}, but some of its tokens are marked as chosen" if mask.any() else ""
     return "" if mask.any() else "none of its tokens is marked as chosen (Episode.mask)"
 
 
@@ -205,7 +209,7 @@ def _check_logprobs(logprobs: np.ndarray) -> str:
     if finite.all():
         return ""
     place = int((~finite).argmax())
-    return f"the logprob of its token {place} is {logprobs[place]}"
+    return f"the logprob of its token {place} is {logprobs[place]}, but must be finite"
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -214,18 +218,18 @@ _NUMBERS = (int, float, np.integer, np.floating)
 def _check_score(score: Any) -> str:
     reward = getattr(score, "reward", None)
     if isinstance(reward, bool) or not isinstance(reward, _NUMBERS):
-        return f"its score is {score!r}: one of EpisodeContext.score is wanted, or Scored(1.0)"
+        return f"its score is {score!r}, but must be a result of EpisodeContext.score or a Scored, such as Scored(1.0)"
     if not math.isfinite(np.float32(reward)):
-        return f"its reward is {reward}"
+        return f"its reward is {reward}, but must be finite"
     figures = getattr(score, "figures", None)
     if not isinstance(figures, Mapping):
-        return f"the figures of its score are {figures!r}, not numbers by name"
+        return f"the figures of its score must be a mapping from names to numbers, not {figures!r}"
     for name, value in figures.items():
         if problem := _check_text("the name of a figure of its score", name):
             return problem
         if is_reserved(name) or "/" in name:
             return f"its score has a figure {name!r}, which is a reserved name (docs/rewards.md)"
         if not isinstance(value, _NUMBERS) or not math.isfinite(value):
-            return f"the figure {name!r} of its score is {value!r}, not a number"
+            return f"the figure {name!r} of its score is {value!r}, not a finite number"
     texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))
     return next(filter(None, (_check_text(name, value) for name, value in texts)), "")

@@ -64,11 +64,11 @@ class Failures:
 
         Args:
             what: Name of what failed, for messages.
-            episodes: Number of episodes that failed with it.
+            episodes: Number of episodes that this failure affects.
             number: Number of earlier failures of the same thing.
 
         Raises:
-            GivenUp: The run continues without it.
+            GivenUp: The run continues without what failed.
             EpisodeFailed: The run ends.
         """
         if not isinstance(error, Exception | asyncio.CancelledError):
@@ -77,10 +77,10 @@ class Failures:
         self._counts[_find_reason(error)] += episodes
         retries = MOST_RETRIES if self.policy == "retry" else 0
         if self.policy == "fail" or 0 < retries == number:
-            tries = f" {number + 1} times, at last" if number else ""
+            tries = f" {number + 1} times, the last time" if number else ""
             raise EpisodeFailed(
                 f"{what} failed{tries}: {describe_error(error)}\n"
-                f"rollout.on_failure says what is done about such ones; it is {self.policy!r}"
+                f"rollout.on_failure decides what happens after a failure; it is {self.policy!r}"
             ) from error
         self._warn(what, error)
         if not retries:
@@ -124,10 +124,10 @@ FATAL_ERRORS = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError
 
 
 def find_fatal_cause(error: BaseException) -> Exception | None:
-    """Return the cause of an error if it ends the run under any policy, else None.
+    """Return the cause of an error if this cause ends the run under any policy, else None.
 
-    Such causes are rewards without a score, mistakes of the user or the environment, and errors of the controller other
-    than a failed request for tokens.
+    Such causes are a reward that gives no score, mistakes of the user or the environment, and errors of the controller
+    other than a failed request for tokens.
     """
     for cause in walk_causes(error):
         is_request = isinstance(cause, PoisonousRows | RemoteError)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.tasks import Tasks
 
 MOST_REFUSED = 10
-"""The feed gives up after this many steps' worth of groups in a row have been rejected by the filter or dropped by the
-failure policy."""
+"""Maximum number of consecutive groups that the filter rejects or the failure policy drops, as a multiple of the groups
+of a step. At this number, the feed gives up."""
 QUIET_SECONDS = 10.0
 """Seconds after which a caller that waits for episodes learns that none has arrived, so that it can report this."""
 REASONS = ("refused", "dropped", "left_over")
@@ -48,7 +48,7 @@ class Feed:
         schedule: Decides how many groups begin and which groups a step takes.
 
     Attributes:
-        version: Version of the weights that generate the step that began last.
+        version: Version of the weights at the start of the latest step.
     """
 
     def __init__(self, loop: EventLoop, tasks: Tasks, runner: TaskRunner, schedule: StalenessWindow):
@@ -77,7 +77,7 @@ class Feed:
         self._begun = self._loop.call(self._begin_step, version, remaining)
 
     def draw(self, version: int, remaining: int) -> Iterator[int]:
-        """Wait for a step's groups, and begin them unless `begin` did. Takes the arguments of `begin`.
+        """Wait for a step's groups. Calls `begin` with these arguments, unless `begin` was already called.
 
         Yields:
             The number of the step's episodes that were generated since the last yield; 0 from time to time if none was.
@@ -119,9 +119,9 @@ class Feed:
         return self._loop.call(lambda: self._tasks.state(self._schedule.open_groups))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups in progress, and counts since the last call.
+        """Return the number of groups in progress, and two kinds of counts since the last call.
 
-        They count the groups that were not trained on, and the episodes that failed (`EpisodeRunner.metrics`), by
+        These are the groups that were not trained on, and the episodes that failed (`EpisodeRunner.metrics`), each by
         reason.
         """
         return self._loop.call(self._take_metrics)
@@ -214,7 +214,8 @@ class Feed:
             self._fail(_make_no_group_kept(self._unused, self._runner.last_error))
 
     def _leave_over(self, serials: Sequence[int]) -> None:
-        """Drop groups that are too late for any step, and repeat their tasks, so that long responses are trained on."""
+        """Drop groups that come too late for any step, and repeat their tasks. Otherwise, the run would rarely train on
+        long responses."""
         self._tasks.repeat(serials)
         self._left_over.update(serials)
         self._counts["left_over"] += len(serials)
@@ -282,23 +283,21 @@ class RunningTasks:
 
 
 def _make_no_group_kept(groups: Sequence[ScoredGroup], last: BaseException | None) -> NoGroupKept:
-    """Make the error that all of `groups` were rejected or dropped. `last` is the latest failure."""
+    """Make the error for the case that all `groups` were rejected or dropped. `last` is the latest failure."""
     refused, problems = [group for group in groups if group.rewards], []
     if refused:
         rewards = [group.rewards for group in refused]
         equal = sum(len(set(group_rewards)) == 1 for group_rewards in rewards)
         flat = [reward for group_rewards in rewards for reward in group_rewards]
         problems.append(
-            f"rollout.keep refused {len(refused)} groups one after another. In {equal} of them all rewards are "
-            f"equal; their rewards are {min(flat):g} to {max(flat):g}, {statistics.fmean(flat):.3g} on average. Are "
-            "the prompts too easy or too hard, or the temperature too low? A larger samples_per_prompt makes "
+            f"rollout.keep rejected {len(refused)} groups. In {equal} of these groups, all rewards are equal. The "
+            f"rewards range from {min(flat):g} to {max(flat):g}, with a mean of {statistics.fmean(flat):.3g}. Are the "
+            "prompts too easy or too hard, or is the temperature too low? A larger rollout.samples_per_prompt makes "
             "differences more likely"
         )
     if dropped := len(groups) - len(refused):
-        cause = "the environment returned no episode" if last is None else f"at last: {describe_error(last)}"
-        problems.append(
-            f"{dropped} groups one after another were dropped (rollout.on_failure), because they failed; {cause}"
-        )
-    error = NoGroupKept("; ".join(problems))
+        cause = "the environment returned no episode" if last is None else f"latest failure: {describe_error(last)}"
+        problems.append(f"{dropped} groups failed and were dropped (rollout.on_failure); {cause}")
+    error = NoGroupKept(f"{len(groups)} groups in a row cannot be trained on: {'; '.join(problems)}")
     error.__cause__ = last if dropped else None
     return error

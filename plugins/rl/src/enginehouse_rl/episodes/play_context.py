@@ -25,8 +25,8 @@ class PlayContext:
     """Implements `enginehouse.engines.environment.EpisodeContext` for one try of one task.
 
     Attributes:
-        verdict: Error of one episode of `each` that fails the whole task.
-        left_out: Number of episodes of `each` without which the run continues.
+        verdict: Error of an episode played by `each` that fails the whole task.
+        left_out: Number of episodes played by `each` that failed and are left out.
         activity: Counts what the episodes wait for. None: nothing is counted.
         unended: Number of this task's episodes that `activity` counts as in progress.
         traces: Traces of the episodes by the identity of their tokens, because an environment may change their score or

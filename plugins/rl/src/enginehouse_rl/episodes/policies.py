@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SamplingPolicy:
-    """A policy in which `generate` requests one of `samples`."""
+    """The base of policies: `generate` requests a single completion from `samples`."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         (completion,) = await self.samples(tokens, 1, sampling)
@@ -40,8 +40,8 @@ class FleetPolicy(SamplingPolicy):
     Args:
         tokenizer: Tokenizer of the model. Its end tokens also end a response.
         sampling: Sampling parameters for calls that set none.
-        name: Prefix of the ids of its requests.
-        seed: Seed of its first call. Later calls derive their seeds from it and from their number.
+        name: Prefix of the ids of the policy's requests.
+        seed: Seed of the first call. The seed of each later call is derived from this seed and the number of the call.
         is_greedy: True if the most likely tokens are chosen, whatever temperature a call sets.
     """
 

@@ -3,14 +3,17 @@
 An environment is the user's code, and it may call services of the user. It may raise an error, never end, or send a
 request that kills replicas. `rollout.on_failure` then decides what happens:
 
-| policy | | |---|---| | `fail` | the run ends | | `retry` | the episode is generated again, up to `MOST_RETRIES` times,
-with other seeds; after that as `fail` | | `drop` | the episode is left out of its group | | `drop_group` | the group is
-dropped, and another task replaces it | | `mask` | the prompt alone replaces the episode: it is not trained on, and its
-reward of 0 counts in its group |
+| policy       | consequence                                                                                           |
+|--------------|-------------------------------------------------------------------------------------------------------|
+| `fail`       | the run ends                                                                                          |
+| `retry`      | the episode is generated again with other seeds, up to `MOST_RETRIES` times; after that, the run ends |
+| `drop`       | the episode is left out of its group                                                                  |
+| `drop_group` | the group is dropped, and another task replaces it                                                    |
+| `mask`       | the prompt replaces the episode: it is not trained on, and its reward of 0 counts in its group        |
 
 If the environment plays each episode separately (`EpisodeContext.each`), a failure affects only its episode; otherwise
 it affects the whole group. A group without remaining episodes has nothing to train on, so `drop` and `mask` drop it
-too. Failures that other tasks would have as well end the run under any policy (`find_fatal_cause`).
+too. A failure that other tasks would have as well ends the run under any policy (`find_fatal_cause`).
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 
 
 class TaskRunner(Protocol):
-    """The runner that the feed uses: an `EpisodeRunner`, or one with its methods that lets another process play."""
+    """The runner that the feed uses: an `EpisodeRunner`, or a `WorkerPoolRunner`, which lets another process play."""
 
     samples: int
 
@@ -106,7 +109,7 @@ class EpisodeRunner:
         on_failure: Policy for an episode that fails (`Failures`).
         seconds: Time limit for an episode, or for a whole group if the environment does not play each episode
             separately. It includes the time spent waiting for replicas and rewards. None: no limit.
-        keep: Returns True for a group that is trained on. None: all groups are.
+        keep: Returns True for a group that is trained on. None: all groups are trained on.
         baseline: Plays one more episode of a task, whose reward is the baseline for the task's other rewards. None: no
             baseline.
         checks: Checks of the environment's episodes. None: the environment is known to return valid episodes.
@@ -191,8 +194,8 @@ class EpisodeRunner:
                 episodes = await self._run(task_copy, context.trace_policy(branch), context)
             if task_copy != task:
                 raise MalformedEpisode(
-                    f"environment {self._checks.environment!r}, {what}: it changed the task, which all its episodes "
-                    "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
+                    f"environment {self._checks.environment!r}, {what}: it changed the task (prompt_ids, messages or "
+                    "columns), which all episodes of the task share. Change a copy, such as list(task.prompt_ids)"
                 )
             self._checks.check(episodes, self.samples - context.left_out, drawn, what)
             frozen = [_freeze(episode, self._checks.token_rewards) for episode in episodes]
@@ -221,15 +224,15 @@ class EpisodeRunner:
         return episodes
 
     async def attempt(self, what: str, episodes: int, make: Callable[[int, EpisodeDeadline], Awaitable[T]]) -> T:
-        """Make something, and repeat it as the failure policy requires.
+        """Return the result of `make`, which is called again after failures as the failure policy requires.
 
         Args:
-            what: Its name, for messages.
-            episodes: Number of episodes that fail with it.
-            make: Makes it, given the number of the try and a deadline.
+            what: Name of the result, for messages.
+            episodes: Number of episodes that fail if `make` fails.
+            make: Function of the number of the try and of a deadline.
 
         Raises:
-            GivenUp: It failed, and the run continues without it.
+            GivenUp: `make` failed, and the run continues without the result.
             EnginehouseError: As for `play`.
         """
         number = 0
@@ -249,8 +252,13 @@ class EpisodeRunner:
     def _describe_waits(self) -> str:
         """Describe what an episode that took too long may have waited for."""
         other_episodes = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
-        waits = f"; that includes its waits for the engine and the reward, beside {other_episodes:,} others in progress"
-        return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
+        waits = (
+            "; this includes the waits for the engine and the reward, with "
+            f"{other_episodes:,} other episodes in progress"
+        )
+        return waits + (
+            f"; the longest attempt that succeeded so far took {self._longest:.3g} s" if self._longest else ""
+        )
 
     @property
     def last_error(self) -> BaseException | None:

@@ -40,7 +40,7 @@ def sample_rows(
     last row then has the values of the whole episode.
 
     Args:
-        samples: The columns `WRITTEN_COLUMNS`, and those of `token_rows` if tokens are written.
+        samples: The columns `WRITTEN_COLUMNS`, and the columns that `token_rows` reads if tokens are written.
         tokenizer: Tokenizer for the text of each token. None: no tokens are written.
         most_tokens: Maximum number of tokens that are written one by one, as `by_token`. The first rows that fit get
             them.
@@ -132,8 +132,8 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
     for name in dict.fromkeys(name for score in scores for name in score.figures):
         if is_reserved(name):
             raise ConfigError(
-                f"reward.function: {function} returns a figure {name!r}, which is what a metric of the run's "
-                "own is called, in reward/ or validation/: name it differently"
+                f"reward.function: {function} returns a figure {name!r}, but the run itself writes a metric with this "
+                "name in reward/ or validation/: use another name"
             )
         if "/" in name:
             raise ConfigError(
@@ -155,7 +155,7 @@ def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str,
 
 
 def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
-    """Return the mean length of the responses whose tasks were left over before (`rollout.extra_groups`).
+    """Return the mean length of the responses whose tasks an earlier step left over (`rollout.extra_groups`).
 
     The metric `response/tokens_mean` is the mean length of all responses that are trained on. A larger mean here shows
     that long responses arrive late.
@@ -171,13 +171,14 @@ def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
     """Return metrics of a step's samples: rewards, lengths in tokens, finish reasons and weight versions.
 
-    `reward/...`, `response/stopped`, `response/truncated` and the mean rewards of these two count episodes. Lengths and
-    versions count rows; if episodes have several rows, `response/rows_mean` is their mean number. Rows without a token
-    of the policy, such as those of a failed episode, count only in `reward/...`.
+    `reward/...`, `response/stopped`, `response/truncated` and the mean rewards of stopped and truncated responses are
+    computed over episodes. Lengths and versions are computed over rows. If episodes have several rows,
+    `response/rows_mean` is the mean number of rows. Rows without a token of the policy, such as the row of a failed
+    episode, count only in `reward/...`.
 
     Args:
-        version: Version of the trainer's weights. `staleness/...` is the number of versions by which the first token of
-            a sample is older.
+        version: Version of the trainer's weights. `staleness/...` is the number of versions by which the oldest token
+            of a sample is older.
     """
     rows, is_drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
     reward, episode_drawn = samples["reward"][rows.last], is_drawn[rows.last]

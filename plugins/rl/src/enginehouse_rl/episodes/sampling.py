@@ -28,7 +28,7 @@ def make_sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> S
 
 
 def make_sampling_outputs(sampling: SamplingConfig, entropy: bool = False) -> Outputs:
-    """Request logprobs, and entropy if asked for, at the temperature of the rollout's logprobs."""
+    """Return the outputs to request from a trainer: logprobs, and optionally entropy, at the rollout's temperature."""
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 
 

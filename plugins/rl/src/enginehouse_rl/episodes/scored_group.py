@@ -29,10 +29,10 @@ class ScoredGroup:
         rewards: Rewards of the remaining episodes. Each episode has one reward, however many rows it has.
         kept: True if the run trains on the episodes: some remain, and no filter rejected them.
         group: The episodes, if they are in this process.
-        rows: Otherwise the rows of the episodes (see `build_batch`), in the process that made them, with texts as
-            bytes.
+        rows: If the episodes are in another process: their rows (see `build_batch`), which stay in that process, with
+            texts as bytes.
         traces: Traces of the episodes, if they are in this process. Empty: none are known.
-        left_over: Number of times that the task began before and its group came too late to be trained on.
+        left_over: Number of earlier attempts at the task whose group came too late to be trained on.
     """
 
     task: Task
@@ -45,7 +45,7 @@ class ScoredGroup:
 
 
 def collect_rows(groups: Sequence[ScoredGroup]) -> DistributedBatch:
-    """Return the rows of at least one group, from whatever process holds them, as `build_batch` orders them."""
+    """Return the rows of one or more groups in the order of `build_batch`, whichever process holds them."""
     local_groups = [group for group in groups if group.group is not None]
     if local_groups or not groups:
         return DistributedBatch.of([build_rows(local_groups)])
@@ -95,10 +95,11 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
     Returns:
         The columns of samples (`enginehouse.data.columns`) without `rewards`. `loss_mask` is true for tokens that the
         policy chose, and `rollout_logprobs` is 0 for all other tokens. `first_version` and `weight_version` are -1 for
-        rows without a chosen token. Without a value, `answer` and `reward_failure` are empty, and `trace` and
-        `versions` are None. `baseline` is present if all groups have one, `token_rewards` if all rows have some. The
-        last row of an episode has its score and its trace. Its other rows have a `reward` of 0, so that the sum over
-        its rows is the episode's reward. Every row has `finish_reason` and `baseline`.
+        rows without a chosen token. Without a value, `answer` and `reward_failure` are empty, and `trace` is None.
+        `versions` is None for rows whose chosen tokens all have the same version. `baseline` is present if all groups
+        have one, `token_rewards` if all rows have some. The last row of an episode has its score and its trace. Its
+        other rows have a `reward` of 0, so that the sum over its rows is the episode's reward. All rows of an episode
+        have its `finish_reason` and its `baseline`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for episode in episodes for row in episode.rows]

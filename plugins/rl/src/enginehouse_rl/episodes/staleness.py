@@ -1,10 +1,10 @@
 """The staleness window decides which groups may begin and which groups a step takes. It only does bookkeeping.
 
 A step may train on a group that began under weight version b while the trainer's version is at most b + `staleness`.
-Each step trains on `groups` groups and produces the next version. After a step, consider the groups that must be taken
-within the next j versions: there may be no more of them than j steps can take. This is the schedulability condition of
-earliest deadline first (Liu & Layland 1973), and `choose` maintains it. Apart from this condition, `choose` takes
-groups in the order in which they end.
+Each step trains on `groups` groups and produces the next version. After each step, for every number j, at most `j *
+groups` groups may have to be taken within the next j steps. This is the schedulability condition of earliest deadline
+first (Liu & Layland 1973), and `choose` maintains it. Apart from this condition, `choose` takes groups in the order in
+which they end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class StalenessWindow:
 
     Args:
         groups: Number of groups that a step trains on.
-        staleness: Number of versions by which a group may have begun before the trainer's version. 0: the step that
-            trains on a group also begins it.
+        staleness: Maximum age of a group in versions, counted from the version under which the group began to the
+            trainer's version. 0: the step that trains on a group also begins it.
         extra: Number of groups to begin beyond those that are needed.
     """
 

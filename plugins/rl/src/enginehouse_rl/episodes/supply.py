@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 KIND = "training"
 """The kind of the tasks that a step trains on."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
-"""To check the effect of a weight update, trainer and rollout both score the last PROBE_TOKENS tokens of this many
-prompts. If a rollout engine cannot be read back, this happens at every update."""
+"""To check the effect of a weight update, trainer and rollout both compute logprobs of the last `PROBE_TOKENS` tokens
+of `PROBE_SEQUENCES` prompts. If the weights of a rollout engine cannot be read back, every update is checked in this
+way."""
 
 
 class Supply:
@@ -48,7 +49,7 @@ class Supply:
         self._tasks = Tasks(prompts.make_sampler(self._groups, config.train.seed))
 
     def open(self) -> None:
-        """Make the feed, which generates with the run's rollout. The rollout's workers must be up."""
+        """Make the feed, which generates with the run's rollout. The rollout's workers must be running."""
         run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
         def name_request(task: Task) -> tuple[str, int]:
@@ -75,10 +76,11 @@ class Supply:
             return with_rewards(collect_rows(groups), run.plan.rewards)
 
     def begin_next(self, step: int, version: int) -> None:
-        """Begin the next step while this step's update runs. The fleet holds its requests until it serves `version`.
+        """Begin the next step while this step's update runs. The fleet holds the next step's requests until it serves
+        `version`.
 
-        Does nothing before a validation, which the rollout answers first. Does nothing with `train.staleness` either,
-        because the feed then begins tasks by itself.
+        Does nothing before a validation, because the rollout must answer its prompts first. Does nothing with
+        `train.staleness` either, because the feed then begins tasks by itself.
         """
         run = self._run
         if run.plan.config.train.staleness or step == run.steps or run.validates(step):

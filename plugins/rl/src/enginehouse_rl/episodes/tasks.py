@@ -33,7 +33,7 @@ class Tasks:
 
     @property
     def drawn(self) -> int:
-        """Number of tasks handed out in this run and in the runs that it resumes, without those to be repeated."""
+        """Number of tasks handed out in this run and in the runs that it resumes, less the tasks to be repeated."""
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Tasks:
         are_numbers = isinstance(again, Sequence) and all(type(serial) is int for serial in again)
         if not are_numbers or any(not 0 <= serial < self._sampler.drawn for serial in again):
             raise DataError(
-                "cannot resume: the checkpoint is damaged: the tasks to repeat are not numbers of tasks that were "
+                "cannot resume: the checkpoint is damaged: its tasks to repeat must be numbers of tasks that were "
                 "handed out"
             )
         self._again = list(again)
@@ -84,7 +84,7 @@ class PromptReader:
         self.too_long: dict[str, int] = {}
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts; `path` and `order_by` have the form of `data.train` and `data.order_by`."""
+        """Read prompts. `path` and `order_by` are like the config keys `data.train` and `data.order_by`."""
         plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,

@@ -20,19 +20,20 @@ DIGITS = 4
 """Significant digits of a written number."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 8
-"""Maximum number of tokens that may make up one character; longer runs are not text."""
+"""Maximum number of tokens that may make up one character. Longer sequences of undecodable tokens are not text."""
 
 
 def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[Any]]]:
     """Yield the tokens of each row: `{"text": [str], "mask": [0|1], "logprob": [float|None], "version": [int|None]}`.
 
-    There is also `"advantage"` if the samples have advantages. Each list has an entry for every token, including
-    prompts; the entry is None for tokens that the policy did not choose. If the weights changed while a row was
-    generated, only its first and its last token have a version, because engines do not report more.
+    There is also `"advantage"` if the samples have advantages. Each list has an entry for every token, including prompt
+    tokens. For tokens that the policy did not choose, logprob, version and advantage are None. If the weights changed
+    while the policy generated consecutive tokens, only the first and the last of these tokens have a version, because
+    engines do not report more.
 
     Args:
         samples: The columns `TOKEN_COLUMNS`, and optionally `advantages` with one value for each row or each token.
-        tokenizer: Tokenizer whose text is `"".join(text)`, including special tokens.
+        tokenizer: Tokenizer that decodes the tokens. `"".join(text)` is the decoded row, including special tokens.
     """
     ids, masks = samples.ragged("input_ids"), samples.ragged("loss_mask")
     numbers = {"logprob": _round(samples.ragged("rollout_logprobs").values)}
@@ -57,8 +58,8 @@ def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[d
 
 
 def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each token; joined, they are the whole text. A character of several tokens belongs to the
-    last.
+    """Return the text of each token. Joined, these texts are the whole text. If several tokens make up a character, the
+    last of them gets it.
 
     Each token is decoded after the tokens before it, because a tokenizer may write a token differently at the beginning
     of a text.
@@ -103,8 +104,8 @@ def _round(values: torch.Tensor) -> list[float | None]:
 
 
 def _drop_unknown_versions(mask: Sequence[bool], versions: Sequence[int]) -> list[int | None]:
-    """Return the versions of a row's tokens. None replaces unknown versions, which `Episode.versions` fills with the
-    oldest."""
+    """Return the versions of a row's tokens, with None where the engine did not report one. In such places,
+    `Episode.versions` holds the oldest version."""
     reported: list[int | None] = []
     for _, run in itertools.groupby(zip(mask, versions, strict=True), key=lambda token: token[0]):
         run_versions = [version for _, version in run]

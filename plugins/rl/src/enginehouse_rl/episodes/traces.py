@@ -1,4 +1,4 @@
-"""Traces record what episodes wait for while they are played, and what each of them spent its time on.
+"""Traces record what episodes wait for while they are played, and how each episode spent its time.
 
 Environments need no code for this. Their requests to the policy and to the configured reward are recorded; the rest of
 an episode's time counts as spent in the environment and its tools. Episodes of `single_turn` are not traced, because it
@@ -95,9 +95,10 @@ class Trace:
     """The time that an episode spent on its turns, on its reward, and otherwise in its environment.
 
     Attributes:
-        begun: Start in seconds, like all times here by this machine's `time.monotonic()`.
-        turns: Its requests in the order in which they ended. Of a repeated attempt, only the last try counts.
-        reward_waits: Times during which it waited for the configured reward.
+        begun: Start in seconds of this machine's `time.monotonic()`, like all times here.
+        turns: The episode's requests in the order in which they ended. If the episode was tried several times, only the
+            last try counts.
+        reward_waits: Times during which the episode waited for the configured reward.
     """
 
     begun: float
@@ -193,7 +194,11 @@ def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
 
 
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
-    """Draw the longest of a step's traces on the timeline, each as a sequence of waits. Each sample has one trace."""
+    """Draw the longest of a step's traces on the timeline, each as a sequence of waits.
+
+    Args:
+        traces: Trace of each sample. None: not known.
+    """
     known_traces = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
     longest = sorted(known_traces, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
     for row, trace in sorted(longest, key=lambda entry: entry[1].begun):
@@ -218,7 +223,7 @@ def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
 
 
 def _cover(spans: Iterable[Span]) -> float:
-    """Return the number of seconds that lie in at least one span."""
+    """Return the number of seconds that at least one span covers."""
     covered, reached = 0.0, -math.inf
     for begun, ended in sorted(spans):
         covered += max(ended - max(begun, reached), 0.0)

@@ -1,4 +1,4 @@
-"""The watchdog detects code that blocks an environment's event loop, because this stops all episodes of a process."""
+"""The watchdog detects code that blocks an environment's event loop. Such code stops all episodes of the process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
-"""A loop is blocked if it makes no progress in `BLOCKED_LOOKS` looks, `LOOK_SECONDS` apart. The watchdog counts looks
-and not seconds, because its looks are late too if the whole process or machine stood still."""
+"""A loop counts as blocked if it makes no progress during `BLOCKED_LOOKS` checks, `LOOK_SECONDS` apart. The watchdog
+counts checks instead of seconds: if the whole process or machine stands still, the checks are late too."""
 MOST_FRAMES = 8
 PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders of the standard library and of packages. Frames elsewhere belong to the environment, so they tell more."""
+"""Folders of the standard library and of packages. A stack frame outside them belongs to the environment's code."""
 
 
 class LoopWatchdog:
@@ -69,9 +69,9 @@ class LoopWatchdog:
         )
         stack = "".join(f"\n  {_describe_frame(frame)}" for frame in reversed(frames[:MOST_FRAMES]))
         log.warning(
-            "environment %r: the event loop has stood for %g s at %s%s, and with it all episodes that are played in "
-            "this process. Await what takes time: an asynchronous client, or asyncio.to_thread for a call that blocks. "
-            "It stands at, innermost last:%s",
+            "environment %r: the event loop has been blocked for %g s at %s%s, and so are all episodes in this "
+            "process. Do not block the event loop: use an asynchronous client, or asyncio.to_thread for a call that "
+            "blocks. The stack of the blocking code, innermost call last:%s",
             self._environment, seconds, _describe_frame(environment_frame), name, stack,
         )  # fmt: skip
 

@@ -23,8 +23,8 @@ class EpisodeJob:
 
     Attributes:
         number: Number by which the controller knows the job.
-        name: Prefix of its request ids.
-        seed: Seed of its first request.
+        name: Prefix of the ids of the task's requests.
+        seed: Seed of the task's first request.
     """
 
     number: int
@@ -39,11 +39,13 @@ class WorkerOrders:
     """Orders for a worker.
 
     Attributes:
-        number: Position in the order in which the worker carries out orders, because they may arrive in another.
-        counted_kinds: Kinds of tasks whose failures were counted. The worker warns of the next failure of each again.
+        number: Position of these orders among all orders for the worker. The worker carries orders out by their
+            numbers, because they may arrive in another sequence.
+        counted_kinds: Kinds of tasks whose failures were counted. The worker warns again of the next failure of each
+            kind.
         cancelled: Numbers of the jobs to cancel.
-        answers: Answers to requests, without their tokens, which come separately.
-        places: For each answer, the place of each request in it, by the request's number.
+        answers: Answers to requests, without the tokens, which come separately.
+        places: For each answer, the index of each request within the answer, by the request's number.
         failures: Errors of the requests that failed, by number.
     """
 
@@ -64,9 +66,9 @@ class WorkerReport:
         requests: Requests for tokens, by kind of task. Their ids begin with their numbers.
         forgotten: Numbers of the requests that nobody waits for any more.
         scoring: Numbers of the jobs whose episodes are generated and are being scored.
-        ended: Jobs that ended: number, rewards of the episodes, and True if the run trains on them. The rows of the
-            latter come separately, in the same order.
-        notes: Columns of these rows that contain Python objects, without texts.
+        ended: For each job that ended: its number, the rewards of its episodes, and True if the run trains on them. The
+            rows of the jobs that the run trains on come separately, in the same order.
+        notes: Columns of these rows that contain Python objects. Texts are not among them.
         failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
         last_errors: Description of the latest failure, by kind of task.
         warnings: Logged warnings with their levels, because nobody reads a worker's own log.

@@ -1,4 +1,4 @@
-"""The controller's side of environments in separate processes. The rows that these make stay in their processes.
+"""The controller's side of environments in separate processes. Rows stay in the processes that make them.
 
 The controller calls one method of the worker. Each call brings orders, and returns once the worker has something to
 report.
@@ -102,7 +102,8 @@ class EnvironmentWorkerPool:
         groups: Groups of one process each, which is an `EnvironmentWorker`.
         kinds: Kinds of tasks by name, as the workers know them.
         on_failure: Policy for the episodes of a lost worker.
-        restarts: Number of restarts in a row, without a finished task between them, after which a worker stays out.
+        restarts: Maximum number of restarts of a worker without a finished task between them. After these, the worker
+            is not restarted again.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        With `retry`, tasks of a lost worker are played again with the same seeds, because the cause may be another
-        task.
+        With `retry`, tasks of a lost worker are played again with the same seeds, because another task may have caused
+        the loss.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.
@@ -293,7 +294,7 @@ class EnvironmentWorkerPool:
             fleet.forget(flight)
         unsent = {job.number for job in process.orders.plays}
         other_tasks = len(process.plays) - len(unsent) - 1
-        beside = f" and {other_tasks} other{'s' * (other_tasks > 1)}" if other_tasks > 0 else ""
+        beside = f" and {other_tasks} other task{'s' * (other_tasks > 1)}" if other_tasks > 0 else ""
         reason = error.reason if isinstance(error, GroupClosed) else str(error)
         _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {reason}"), unsent)
         death = reason.splitlines()[0]

@@ -63,7 +63,7 @@ class _RunningEvaluation:
     """Held-out prompts that are being answered.
 
     Attributes:
-        step: Step whose weights answer them.
+        step: Step whose weights answer the prompts.
         whole: Groups that ended with all their episodes.
     """
 
@@ -80,7 +80,7 @@ class Evaluator:
     Args:
         add_scores: Adds the scores of a reward model, if there is one.
         most_tokens: Maximum number of tokens that are written one by one, as in `sample_rows`.
-        writes_samples: True if the responses are written besides their metrics.
+        writes_samples: True if the responses are written in addition to the metrics.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Evaluator:
 
     @property
     def _first(self) -> Validation:
-        """One of the validations. All of them use the same sampling, except for the length and the end of responses."""
+        """The first validation. All validations share their sampling, except for the length and end of responses."""
         return next(iter(self._validations.values()))
 
     @property
@@ -240,13 +240,15 @@ class StandaloneEvaluation:
     def _check_weights(self, fleet: RolloutFleet) -> None:
         """Compare the served weights with the model's files if the engine can read them back, and report the result."""
         if not self._plan.reads_back:
-            self._progress.note("weights: loaded by the engine from the model's files; it cannot read them back")
+            self._progress.note(
+                "weights: the engine loaded the model's files; it cannot read its weights back for a comparison"
+            )
             return
         with self._progress.task("comparing weights"):
             spec = self._plan.roles["rollout"].model
             result = compare_with_files(fleet.weight_state(), Path(spec.path), spec.dtype, fleet.name)
         self._run.record.update(evaluated={**self._run.record.content["evaluated"], "checksum": result.checksum})
         self._progress.note(
-            f"weights: {result.compared:,} of {result.served:,} tensors are served as the model's files have them; "
+            f"weights: {result.compared:,} of {result.served:,} served tensors are equal to the model's files; "
             f"checksum {result.checksum}"
         )

@@ -62,8 +62,8 @@ class HeldOutPrompts:
         if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
             if not evaluator.is_ended:
                 log.warning(
-                    "the run waits for the validation at step %d, because that of step %d is due. Raise "
-                    "train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
+                    "the run waits for the validation at step %d to end, because the validation at step %d is due. "
+                    "Raise train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
                 )  # fmt: skip
             self.finish()
         if due:
@@ -119,7 +119,7 @@ class HeldOutPrompts:
         if (best := run.plan.config.train.save_best) is None:
             return
         if best not in metrics:
-            problem = f"the validation at step {step} measured no {best!r} (train.save_best). {nearest(best, metrics)}"
+            problem = f"train.save_best: the validation at step {step} has no metric {best!r}. {nearest(best, metrics)}"
             if not step and "/majority@" not in best:  # a model may learn to give answers later
                 raise ConfigError(problem)
             log.warning("%s", problem)

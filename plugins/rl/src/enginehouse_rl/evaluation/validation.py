@@ -255,7 +255,8 @@ def _read_values(batch: Batch, column: str, path: str) -> Sequence[str]:
         if not isinstance(value, str | int | float):
             problem = f"has no column {column!r}" if value is None else f"has {describe_kind(value)} as {column!r}"
             raise DataError(
-                f"{path}, row {number + 1} {problem}, by which evaluation.by sorts prompts: a string, or a number"
+                f"{path}, row {number + 1} {problem}: evaluation.by groups prompts by this column, which must hold a "
+                "string or a number in every row"
             )
         values.append(str(value))
     return values

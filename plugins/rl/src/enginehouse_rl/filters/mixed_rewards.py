@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 
 
 def mixed_rewards(group: Group) -> bool:
-    """Return True if the rewards of the group, including those of tokens, differ."""
+    """Return True if the episodes of a group have different rewards, each including the rewards of its tokens."""
     return len({sum_rewards(episode) for episode in group.episodes}) > 1

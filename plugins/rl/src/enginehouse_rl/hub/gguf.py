@@ -130,8 +130,8 @@ def make_model(file: Path, key: str, say: Say) -> GgufModel:
     except OSError as error:
         place = error.filename or file
         raise ModelError(
-            f"{key}: {file} cannot be made a model directory ({place}: {error.strerror or first_line(error)}); "
-            "XDG_CACHE_HOME sets another folder for it"
+            f"{key}: {file} cannot be converted to a model directory ({place}: {error.strerror or first_line(error)}); "
+            "XDG_CACHE_HOME sets another folder for the directory"
         ) from error
     return GgufModel(directory, file, digest, tuple(record["types"]))
 
@@ -151,8 +151,8 @@ def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "
     """
     if missing := find_missing_readers():
         raise ModelError(
-            f"{key}: {file} is GGUF, which {' and '.join(missing)} would read, not installed here: pip install "
-            f"{' '.join(missing)}"
+            f"{key}: {file} is GGUF, and reading it needs {' and '.join(missing)}, which must be installed: pip "
+            f"install {' '.join(missing)}"
         )
     header = _Header.read(file, key)
     say(f"Reading {file.name} and writing its weights as float32: {4 * header.weights / 2**30:.1f} GiB")
@@ -214,9 +214,13 @@ class _Header(NamedTuple):
         with file.open("rb") as content:
             first = content.read(64)
         if not first.startswith(b"GGUF"):
-            pointer = first.startswith(b"version https://git-lfs")
-            cure = "Git LFS has it elsewhere, `git lfs pull` fetches it" if pointer else "fetch it again"
-            raise ModelError(f"{key}: {file} is no GGUF file, because it does not begin like one: {cure}")
+            is_pointer = first.startswith(b"version https://git-lfs")
+            reason = (
+                "but a pointer of Git LFS: run `git lfs pull`"
+                if is_pointer
+                else "because it does not begin with GGUF: fetch it again"
+            )
+            raise ModelError(f"{key}: {file} is no GGUF file, {reason}")
         try:
             reader = GGUFReader(file)
             scalars = [field for field in reader.fields.values() if field.types[:1] != [GGUFValueType.ARRAY]]
@@ -228,8 +232,8 @@ class _Header(NamedTuple):
             ) from error
         if (parts := fields.get("split.count", 1)) > 1:
             raise ModelError(
-                f"{key}: {file} is one of {parts} parts, which transformers does not read together: join them by "
-                "llama-gguf-split --merge, and name the whole file"
+                f"{key}: {file} is one of {parts} parts, and transformers cannot read a file in parts: join them by "
+                "llama-gguf-split --merge, and name the joined file"
             )
         counts: Counter[str] = Counter()
         for tensor in reader.tensors:
@@ -255,7 +259,7 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
     from enginehouse.quiet import quiet_transformers
 
     file, reads = header.file, f"transformers {transformers.__version__}"
-    cure = "name the model that it was made of, in safetensors"
+    cure = "use the original model in safetensors"
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
         nowhere = stack.enter_context(open(os.devnull, "w"))
@@ -340,11 +344,11 @@ def _is_beyond(name: str, config: Any) -> bool:
 def _read_tokenizer(folder: str, tokens: int) -> Any:
     """Return the tokenizer of the file in a folder, with exactly the file's tokens.
 
-    transformers adds tokens that a class of tokenizers expects, and would store the class's own rules in the saved
+    transformers adds the tokens that its tokenizer class expects, and would save the rules of that class with the
     tokenizer.
 
     Args:
-        tokens: the number of the file's tokens.
+        tokens: the number of tokens in the file.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Fetches the files of a name on the hub into the cache of `huggingface_hub`, which also reads the token."""
+"""Fetches the files of a name on the hub into the cache of `huggingface_hub`, which also finds the access token."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
     if other_weights := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
         raise ModelError(
             f"{key}: {name} has no weights in safetensors, only {listed(other_weights, 3)}: "
-            "load and save it with transformers, and set the path to the directory where that is"
+            "load and save it with transformers, and set the path to the directory where it is saved"
         )
     if weights:
         fetch(pinned, key, escape_patterns(weights), say=say, unreached=description.unreached)
@@ -119,7 +119,7 @@ def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequenc
         return ""
     if len(choices) > 1:
         raise ModelError(
-            f"{key}: {name} has several GGUF files; name one of them, as {name._replace(file=choices[0])}: "
+            f"{key}: {name} has several GGUF files; name one of them, such as {name._replace(file=choices[0])}: "
             f"{', '.join(choices)}"
         )
     return choices[0] if choices else ""
@@ -181,7 +181,7 @@ def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str],
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if the error is a final answer to the name, from the hub or from the client."""
+    """True if the hub or the client rejects the name, so that another attempt would fail too."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -200,8 +200,8 @@ def _explain_unreached(error: BaseException) -> str:
 
 
 def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
-    """Describe in one line why the files of a name cannot be fetched, which of them are cached, and what to do.
-    `unreached` is the reason why the hub was not asked; empty if it was."""
+    """Describe in one line why the files of a name cannot be fetched, which revisions are cached, and what to do.
+    `unreached` is the reason why the hub was not asked; empty if it was asked."""
     from huggingface_hub import constants, errors
 
     repository, kind = name.repository, "model" if name.kind == "model" else "data set"
@@ -218,18 +218,18 @@ def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
         return f"the {kind} {repository} has no revision {revision!r} on the hub{_suggest_revision(name)}; {cached}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{name} is no path here, and the hub ({constants.ENDPOINT}) has no {kind} {repository}, or a private one"
-            f"{_suggest_cached(name)}: check the name, or set HF_TOKEN to a token that may read it "
+            f"{name} is no local path, and the hub ({constants.ENDPOINT}) has no public {kind} {repository}"
+            f"{_suggest_cached(name)}: check the name, or set HF_TOKEN to a token that may read a private {kind} "
             f"({_describe_token()}); {cached}"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"{name} is no path here, and cannot be a name on the hub: {first_line(error)}"
+        return f"{name} is no local path, and cannot be a name on the hub: {first_line(error)}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         reason = unreached or _explain_unreached(error.__cause__ or error)
-        part = ", in part" if hasattr(error, "snapshot_path") else ""
+        part = ", but only in part" if hasattr(error, "snapshot_path") else ""
         return (
-            f"{name} is no path here, and of the hub it cannot be had: {reason}; {cached}{part}. Fetch it where there "
-            f"is a network (`{command}`; the cache is in HF_HOME), or set the path to a directory or file"
+            f"{name} is no local path, and cannot be fetched from the hub: {reason}; {cached}{part}. Fetch it on a "
+            f"machine with a network (`{command}`; the cache is in HF_HOME), or set the path to a directory or file"
         )
     if isinstance(error, errors.HfHubHTTPError):
         return f"the hub refuses {name}: {' '.join(str(error).split())} ({_describe_token()}); {cached}"
@@ -245,11 +245,11 @@ def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
 def _describe_token() -> str:
     from huggingface_hub import get_token
 
-    return "the token in use is not enough" if get_token() else "no token is set"
+    return "the token in use gives no access" if get_token() else "no token is set"
 
 
 def _describe_cached(name: HubName) -> str:
-    """Describe the cached files of a name."""
+    """Describe the cached revisions of a name."""
     from huggingface_hub import constants
 
     folder = _find_folder(name)
@@ -260,11 +260,11 @@ def _describe_cached(name: HubName) -> str:
         if path.is_file()
     }
     words = [f"{refs[commit]} ({commit})" if commit in refs else commit for commit in commits]
-    return f"cached of it: {listed(words, 3)}" if words else f"nothing of it is cached in {constants.HF_HUB_CACHE}"
+    return f"cached revisions: {listed(words, 3)}" if words else f"no revision is cached in {constants.HF_HUB_CACHE}"
 
 
 def _suggest_cached(name: HubName) -> str:
-    """Return the end of a sentence with the most similar name in the cache, if there is one."""
+    """Return the most similar name in the cache as the end of a sentence; empty if no name is similar."""
     from huggingface_hub import constants
 
     prefix = f"{name.kind}s--"
@@ -273,11 +273,11 @@ def _suggest_cached(name: HubName) -> str:
     close = difflib.get_close_matches(
         name.repository, [name_cached for name_cached in names if name_cached != name.repository], n=1
     )
-    return f" (cached is {close[0]})" if close else ""
+    return f" (the cache has {close[0]})" if close else ""
 
 
 def _suggest_revision(name: HubName) -> str:
-    """Return the end of a sentence with the most similar branch or tag."""
+    """Return the most similar branch or tag as the end of a sentence."""
     from huggingface_hub import HfApi, constants
 
     if name.names_commit:
@@ -320,7 +320,7 @@ def _make_bar(name: HubName, say: Say) -> type:
             return True
 
         def clear(self, nolock: bool = False) -> None:
-            """Leave the line, which is not of tqdm."""
+            """Leave the line as it is, because tqdm did not write it."""
 
         def close(self) -> None:
             if not self.disable:

@@ -1,7 +1,7 @@
 """Finds the files of a split of a data set on the hub.
 
-`datasets` derives them from the names of the files and from the data set's card. The rows are then read as from any
-file.
+`datasets` derives the files of each split from the names of the files and from the data set's card. The rows are then
+read as from local files.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     files = splits[split]
     if strange := [file for file in files if not file.lower().endswith(SUFFIXES)]:
         raise DataError(
-            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: let "
-            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, "
-            f"split={split!r}).to_parquet('rows.parquet'), and name that"
+            f"{key}: {full} is stored as {listed(strange, 2)}, but rows can only be read from {', '.join(SUFFIXES)}: "
+            f"write such a file with `datasets`, load_dataset({name.repository!r}, {config!r}, "
+            f"split={split!r}).to_parquet('rows.parquet'), and name this file"
         )
     fetch(name._replace(revision=card.commit), key, escape_patterns(files), say=say, unreached=card.unreached)
     return HubSplit(full, card, tuple(str(card.path / file) for file in files))
@@ -113,7 +113,7 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
 def _describe_config_error(name: HubName, configs: Sequence[str]) -> str:
     if name.config is None:
         example = name._replace(config=name.split if name.split in configs else configs[0], split="train")
-        return f"it has several configurations, {listed(configs)}; name one of them, as {example}"
+        return f"it has several configurations, {listed(configs)}; name one of them, such as {example}"
     return f"it has no configuration {name.config!r}. {nearest(name.config, configs)}"
 
 

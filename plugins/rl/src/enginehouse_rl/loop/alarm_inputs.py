@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import RunPlan
 
 LARGEST_TOLERANCE = 0.05
-"""Largest mean difference of the logprobs of generated tokens, in nats, that is permitted. Such tokens are likely, so
-rounding moves their logprobs less than those of the prompts that an effect check compares."""
+"""Largest permitted mean difference of the logprobs of generated tokens, in nats. Generated tokens are likely, so
+rounding changes their logprobs less than the logprobs of the prompt tokens that an effect check compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmInputs:
-    """The facts about a run that alarms need besides its metrics.
+    """The properties of a run that alarms need besides its metrics.
 
     Attributes:
-        other_roles: Roles that are trained beside the actor. The names of their metrics begin with the role's name.
+        other_roles: Trained roles other than the actor. The names of their metrics begin with the role's name.
         grouped: True if there are several samples of each prompt.
         compares: True if advantages compare the samples of a prompt.
         kl_in_reward: True if a KL term is subtracted from the rewards after their metrics are computed.
         tolerance: Tolerance of the effect check in nats.
-        stale: True if the config asks for rows of older weights.
+        stale: True if the config permits rows that older weights generated (`train.staleness`).
         rewarded: True if advantages depend on rewards, and not, for example, on a teacher's logprobs.
         scored: True if a reward function scores responses, and not only a reward model.
     """

@@ -1,9 +1,9 @@
 """Alarms find problems of a run in its metrics. Each is reported once, with advice.
 
 An alarm compares the metrics of the first and the last steps (`History`) and returns a description of the problem, or
-an empty text. Metrics are noisy. Therefore a change must separate quartiles of the first and the last steps, and a
-lasting state must last `WINDOW` steps. Alarms do not end a run, because most problems may pass. The run ends only after
-several steps without a finite gradient.
+an empty text. Metrics are noisy. Therefore a change counts only if it separates a quartile of the last steps from the
+first steps, and a constant state counts only after `WINDOW` steps. Alarms do not end a run, because most problems may
+pass. The run ends only after several steps without a finite gradient.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ reward has not risen during the last `KEPT` steps. If prompts have single sample
 `MISSED`, and `KEPT` steps are needed."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""Nats per token from which a KL counts as a runaway, unless twice the entropy of the first steps is more. Turning a
-policy into one that always gives its most likely response costs about that much."""
+"""KL, in nats per token, from which the policy counts as running away, unless twice the entropy of the first steps is
+more. A policy that has come to always give its most likely response has about this KL."""
 GROWTH_FACTOR = 3.0
 """Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
@@ -50,7 +50,7 @@ SLOW_FACTOR = 2.0
 NO_ROLES = ("reward", "environment", "controller")
 """Causes of waiting during which no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
-"""Fraction of a step's time, and minimum number of seconds, that the run spends waiting for one of `NO_ROLES`."""
+"""Minimum wait for one of `NO_ROLES` that is reported: a fraction of the step's time, and a number of seconds."""
 
 
 class StepsSkipped(EnginehouseError):
@@ -63,7 +63,7 @@ class Alarm(NamedTuple):
     Attributes:
         name: Name in `alarms.jsonl`.
         look: Describes the current problem, with numbers; empty if there is none.
-        after: Names of alarms that are its cause. If one of them is raised, this alarm is not reported.
+        after: Names of alarms that explain this alarm. If one of them is raised, this alarm is not reported.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Alarms:
 
     Args:
         run: Run directory to which alarms are written. Alarms that it already contains are not reported again.
-        progress: Shows the alarms, and has the history.
+        progress: Shows the alarms, and holds the history of metrics.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, inputs: AlarmInputs):
@@ -212,9 +212,9 @@ def _find_off_policy(history: History, inputs: AlarmInputs) -> str:
     if inputs.stale or compared >= 1:
         return ""
     return (
-        f"{100 * (1 - compared):.3g}% of the step's tokens were generated with other weights than the rollout was "
-        "last sent, according to the version of each row: they are off-policy, and mismatch/* does not cover them "
-        "(mismatch/compared)"
+        f"{100 * (1 - compared):.3g}% of the step's tokens were generated with other weights than the last weights "
+        "sent to the rollout, according to the version of each row: these tokens are off-policy, and mismatch/* does "
+        "not cover them (mismatch/compared)"
     )
 
 
@@ -223,8 +223,8 @@ def _find_engines_apart(history: History, inputs: AlarmInputs) -> str:
     if difference <= inputs.most_apart:
         return ""
     return (
-        f"the rollout's logprobs differ from the actor's by {difference:.3g} nats on average, with the same weights by "
-        f"their version (more than {inputs.most_apart:g})"
+        f"the rollout's logprobs differ from the actor's by {difference:.3g} nats on average (more than "
+        f"{inputs.most_apart:g}), although both report the same weight version"
     )
 
 
@@ -234,7 +234,9 @@ def _find_mismatch_growth(history: History, inputs: AlarmInputs) -> str:
         GROWTH_FACTOR * change[0].before, inputs.most_apart / 10
     ):
         return ""
-    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {change[0]}, in nats"
+    return (
+        f"the rollout's logprobs drift away from the actor's logprobs: mismatch/absolute_mean rose {change[0]}, in nats"
+    )
 
 
 _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
@@ -255,8 +257,8 @@ def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
         return ""
     paid, ended = (statistics.median(_list_finite(rows, name)) for name in (_PAID, _ENDED))
     return (
-        f"{problem}; their reward was {paid:.3g}, and that of complete responses {ended:.3g}, so the policy "
-        "learns not to end"
+        f"{problem}; their reward was {paid:.3g}, but the reward of complete responses was {ended:.3g}, so the policy "
+        "learns not to end its responses"
     )
 
 
@@ -278,8 +280,8 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
         return ""
     return (
-        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and "
-        f"single responses had up to {top:.3g}: the policy no longer explores"
+        f"the entropy collapsed, {change[0]}, in nats per token, while the mean reward is {reward:.3g} and the best "
+        f"reward of a response was {top:.3g}: the policy no longer explores"
     )
 
 
@@ -288,7 +290,7 @@ def _find_kl_runaway(history: History, inputs: AlarmInputs) -> str:
     far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
     if change is None or _find_lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, far):
         return ""
-    return f"the policy runs away from its reference: kl rose {change[0]}, in nats a token"
+    return f"the policy runs away from its reference: kl rose {change[0]}, in nats per token"
 
 
 def _find_zero_rewards(history: History, inputs: AlarmInputs) -> str:
@@ -325,8 +327,8 @@ def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
     if other_replicas or times < SLOW_FACTOR:  # a different replica each time is chance
         return ""
     return (
-        f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others "
-        f"({_name_steps(history)}): each step waits for it"
+        f"rollout replica {replica:.0f} takes {times:.2g} times as long per token as the others "
+        f"({_name_steps(history)}), and each step waits for this replica"
     )
 
 
@@ -341,7 +343,7 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
         return ""
     return (
         f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent "
-        f"waiting for {WORDS[cause]}: meanwhile nothing is generated, trained, scored by a model or sent"
+        f"waiting for {WORDS[cause]}: meanwhile no model generates, trains or scores, and no weights are sent"
     )
 
 
@@ -361,8 +363,8 @@ ALARMS = (
     Alarm(
         "off_policy",
         _find_off_policy,
-        "Without train.staleness no row should be off-policy: the rollout engine of a plugin may report a wrong "
-        "version (`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
+        "Without train.staleness, no row should be off-policy: the rollout engine of a plugin may report a wrong "
+        "version (`enginehouse certify` checks this). algorithm.old_logprobs=actor corrects for such rows",
     ),
     Alarm(
         "engines_apart",
@@ -404,14 +406,14 @@ ALARMS = (
     Alarm(
         "reward_zero",
         _find_zero_rewards,
-        "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
+        "Is reward.function right (samples/ has the scored responses), and is an answer of the model ever right? Begin "
         "with easier prompts (data.order_by), or train on demonstrations with `enginehouse sft` first",
     ),
     Alarm(
         "reward_all_equal",
         _find_equal_rewards,
         "Prompts may be too easy or too hard, or rollout.sampling.temperature too low; a larger "
-        "rollout.samples_per_prompt makes differences likelier",
+        "rollout.samples_per_prompt makes differences more likely",
         after=("reward_zero",),
     ),
     Alarm(
@@ -439,7 +441,7 @@ ALARMS = (
         "controller_bound",
         _find_controller_bound,
         "For the reward, raise reward.processes or reward.concurrency; for an environment, raise "
-        "environment.processes. Time that no metric explains counts as the controller's, for example if an "
+        "environment.processes. Time that no metric explains counts as time of the controller, for example if an "
         "environment plays all episodes of a task together; timeline.json shows more. With train.staleness, the next "
         "samples are generated meanwhile. `enginehouse bottleneck` lists all parts",
     ),

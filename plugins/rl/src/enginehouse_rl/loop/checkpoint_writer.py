@@ -1,4 +1,4 @@
-"""Writes a loop's checkpoints: the state that each trained role's engine saves, and the loop's own state beside it."""
+"""Writes a loop's checkpoints: the state that the engine of each trained role saves, and the state of the loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: i
             total = f" of {_describe_bytes(expected)}" if expected else ""
             written = _describe_bytes(count_bytes(staged))
             shutil.rmtree(staged, ignore_errors=True)
-            raise SaveTooLate(f"{written}{total} of {what} were written to {place} when the time was up") from error
+            raise SaveTooLate(
+                f"only {written}{total} of {what} were written to {place} before the time limit passed"
+            ) from error
         free = _describe_free_space(place)
         shutil.rmtree(staged, ignore_errors=True)
         raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
@@ -198,7 +200,7 @@ class CheckpointWriter:
             self.write(state, timeout=seconds_left(until))
 
     def write(self, state: LoopState, timeout: float | None = None) -> None:
-        """Write a checkpoint and wait for it. `timeout` and errors are those of `finish`."""
+        """Write a checkpoint and wait for it. Takes the timeout of `finish`, and raises the same errors."""
         until = None if timeout is None else time.monotonic() + timeout
         staged, checkpoint = self._stage(state)
         what, hurried = f"the checkpoint of step {state.step}", timeout is not None
@@ -241,5 +243,7 @@ def _await_digests(digests: Future[Files], until: float | None, checkpoint: Chec
     file to save."""
     if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
         return digests.result()
-    log.warning("the checkpoint of step %d is kept without digests: there is no time to read it", checkpoint.step)
+    log.warning(
+        "the checkpoint of step %d is kept without digests, because no time is left to read its files", checkpoint.step
+    )
     return {}

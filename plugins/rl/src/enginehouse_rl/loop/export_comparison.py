@@ -39,10 +39,10 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
         spec: Model from which the actor was loaded.
 
     Returns:
-        The reason why they were not compared; empty if they agree.
+        The reason why the results were not compared; empty if they agree.
 
     Raises:
-        ExportDiffers: They do not agree.
+        ExportDiffers: The results do not agree.
     """
     ids, file_scores, problem = actor.score_files(str(directory), spec)
     if file_scores is None:
@@ -57,9 +57,9 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     difference = (engine_scores.double().cpu() - file_scores.double()).abs().mean().item()
     if not difference <= tolerance:  # also true for NaN
         raise ExportDiffers(
-            f"what was exported is not what was trained: {kind} of {TEXT!r} by transformers, from the files, and by "
-            f"the engine are {difference:.3g} apart on average, but in {spec.dtype} only {tolerance:.3g} is "
-            f"explained by rounding. The engine: {_format_scores(engine_scores)}; transformers: "
+            f"the exported model differs from the trained model: {kind} of {TEXT!r}, computed by transformers from the "
+            f"exported files and by the engine, differ by {difference:.3g} on average, but rounding in {spec.dtype} "
+            f"explains at most {tolerance:.3g}. Engine: {_format_scores(engine_scores)}; transformers: "
             f"{_format_scores(file_scores)}"
         )
     return ""

@@ -80,7 +80,7 @@ class Exports:
         """Compare the first export of a kind with the trained model, or report why that is impossible.
 
         Raises:
-            ExportDiffers: They differ; the export is deleted.
+            ExportDiffers: The export differs from the trained model; the export is deleted.
         """
         try:
             problem = compare_export(place, self._run.roles.actor, self._run.roles.plans["actor"].model)
@@ -89,7 +89,7 @@ class Exports:
             raise
         if problem:
             what = "adapter" if kind == "adapter" else "model"
-            self._run.progress.note(f"the exported {what} was not compared with the trained one: {problem}")
+            self._run.progress.note(f"the exported {what} was not compared with the trained model: {problem}")
         self._compared.add(kind)
 
 
@@ -114,7 +114,7 @@ def name_ends(directory: Path, spec: ModelSpec) -> None:
 
 @functools.cache
 def _read_ends(path: str, trust_remote_code: bool) -> tuple[int, ...]:
-    """Return the tokens that end a text for a model's tokenizer; empty if it has no tokenizer."""
+    """Return the tokens that end a text for a model's tokenizer; empty if the model has no tokenizer."""
     try:
         return text_ends(load_tokenizer(path, trust_remote_code))
     except ModelError:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 6.0
-"""Seconds of an interrupted run's grace period that are reserved for stopping its processes; at most a third of it."""
+"""Seconds of an interrupted run's grace period that are reserved for stopping its processes, but at most a third of the
+period."""
 LOST_SECONDS = 45.0
-"""Time limit for saving once Ray's control service is lost, because Ray ends the program a minute later."""
+"""Time limit, in seconds, for saving once Ray's control service is lost. Ray ends the program a minute later."""
 
 
 class FinalSave:
@@ -35,7 +36,8 @@ class FinalSave:
     def save(self, error: BaseException) -> None:
         """Save as much as possible in the time that is left.
 
-        The time is limited because a scheduler finally kills the program, and so does Ray once its cluster is lost.
+        The time is limited, because a scheduler kills the program in the end. Ray also kills it once its cluster is
+        lost.
         """
         save = self._save_state if keeps_state(error) else self._finish_pending
         seconds = seconds_to_end(self._grace) if isinstance(error, KeyboardInterrupt) else None
@@ -46,7 +48,7 @@ class FinalSave:
         def end_within(seconds: float | None) -> None:
             until = None if seconds is None else time.monotonic() + seconds
             if self._run.roles.turns.is_shared:
-                with self._run.progress.task("waiting for the rollout to leave the devices to what is saved"):
+                with self._run.progress.task("waiting for the rollout to free the devices for saving"):
                     self._run.roles.turns.end(until)
             save(seconds_left(until), error)
             self._finish_beside(until)
@@ -65,10 +67,10 @@ class FinalSave:
         try:
             self._run.finish_beside(state.step, self._grace if remaining is None else remaining)
         except Exception as error:
-            log.warning("what was under way beside the steps is lost: %s", first_line(error))
+            log.warning("work that ran beside the steps is lost: %s", first_line(error))
 
     def _finish_pending(self, seconds: float | None, ended_by: BaseException) -> None:
-        """Finish the pending checkpoint, if there is one. It is from an earlier update than the faulty one."""
+        """Finish the pending checkpoint, if there is one. It is older than the update that failed."""
         if self._run.loop_state is None:
             return
         try:
@@ -80,7 +82,7 @@ class FinalSave:
         """Save metrics, state and model of the last update that began, once it has ended.
 
         Args:
-            seconds: Time limit for all of it. None: each call has its own limit.
+            seconds: Time limit for everything together. None: each call has its own limit.
             ended_by: Error that ends the run.
         """
         run, state = self._run, self._run.loop_state
@@ -122,7 +124,7 @@ class FinalSave:
                 self._report_unsaved(what, step, error, ended_by)
 
     def _save_model_only(self, until: float | None, ended_by: BaseException) -> None:
-        """Save the model of the actor's last update if another role's state is lost; the model is still usable."""
+        """Save the model of the actor's last update, which is usable even if the state of another role is lost."""
         if self._run.actor_update is None:
             return
         step, update = self._run.actor_update

@@ -68,9 +68,9 @@ class Loop(ABC):
         plan: Checked config, with a checkpoint if the run resumes.
 
     Attributes:
-        trained_step: Last step whose update began; before the first, the step from which the run resumed.
-        loop_state: State of the loop at that update, or None before the first.
-        training: Updates of that step, or None if only some of its roles began to train.
+        trained_step: Last step whose update began; before the first update, the step from which the run resumed.
+        loop_state: State of the loop at the update of `trained_step`, or None before the first update.
+        training: Updates of `trained_step`, or None if only some of its roles began to train.
         actor_update: Last step in which the actor's update began, and that update.
     """
 
@@ -247,8 +247,8 @@ class Loop(ABC):
         except Exception:
             self.run_directory.checkpoints.newest_step = None  # so that no message recommends it
             log.warning(
-                "%s could not be loaded, and --resume would try it again. If it is damaged, delete it: the run then "
-                "resumes from the previous one",
+                "%s could not be loaded, and --resume would try it again. If this checkpoint is damaged, delete it: "
+                "the run then resumes from the previous checkpoint",
                 checkpoint.path,
             )
             raise
@@ -264,7 +264,9 @@ class Loop(ABC):
         if late or (every and (step == self.steps or step % every == 0)):
             self._set_next_checkpoint()
             if state is None or state.step != step:
-                log.warning("no checkpoint of step %d: it did not train the actor by `Loop.updating`", step)
+                log.warning(
+                    "no checkpoint of step %d, because the step did not train the actor through `Loop.updating`", step
+                )
                 return
             self.finish_beside(step)
             with self.clock.phase("checkpoint"), self.roles.turns.on_devices():

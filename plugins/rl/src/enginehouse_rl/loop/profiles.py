@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SPANS = 100_000
-"""Maximum number of spans of all profiles on a run's timeline. A viewer must open them besides the run's own spans."""
+"""Maximum number of spans of all profiles on a run's timeline. A viewer must load them in addition to the run's spans.
+"""
 
 
 class Profiles:

@@ -1,4 +1,4 @@
-"""The loop of supervised training, which uses the same engines."""
+"""The loop of supervised training, which uses the same training engines as reinforcement learning."""
 
 from __future__ import annotations
 

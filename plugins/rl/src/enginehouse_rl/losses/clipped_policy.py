@@ -26,8 +26,8 @@ def clipped_policy(
     """Compute `-min(ratio * A, clip(ratio) * A)`. Metric `clip_fraction`: fraction of the tokens that were clipped.
 
     Args:
-        clip_low: the ratio is not rewarded for falling below `1 - clip_low`.
-        clip_high: the ratio is not rewarded for rising above `1 + clip_high`.
+        clip_low: a ratio that falls below `1 - clip_low` lowers the loss no further.
+        clip_high: a ratio that rises above `1 + clip_high` lowers the loss no further.
         dual_clip: for negative advantages the loss is at most `dual_clip * -advantage`; must exceed 1.
     """
     advantages, ratio = tokens.advantages, tokens.log_ratio.exp()

@@ -24,7 +24,7 @@ def clipped_value(
     Args:
         view: Output `values`; columns `loss_mask` bool, `values` (from before the step's first update) and `returns`
             float32, each `(tokens,)`.
-        clip: The distance from the old value beyond which the loss no longer falls; `null`: none.
+        clip: The distance from the old value beyond which the loss no longer falls; `null`: no limit.
         aggregation: see `enginehouse_rl.losses.aggregate`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""GSPO: the clipped policy loss with one ratio for a whole sequence, because the reward is also one for a whole
+"""GSPO: the clipped policy loss with one ratio for a whole sequence, because the reward also belongs to a whole
 sequence.
 
 Source: Zheng et al. 2025, "Group Sequence Policy Optimization", in its token-level form (GSPO-token): with s =
@@ -26,9 +26,9 @@ def gspo(
     """Compute `-min(s * A, clip(s) * A)`. Metric `clip_fraction`: fraction of the tokens that were clipped.
 
     Args:
-        clip_low: the sequence's ratio is not rewarded for falling below `1 - clip_low`.
-        clip_high: the sequence's ratio is not rewarded for rising above `1 + clip_high`. Both bounds are far smaller
-            than for single tokens, because the ratio is a mean over many.
+        clip_low: a ratio of a sequence that falls below `1 - clip_low` lowers the loss no further.
+        clip_high: a ratio of a sequence that rises above `1 + clip_high` lowers the loss no further. Both bounds are
+            far smaller than for single tokens, because the ratio is a mean over many tokens.
     """
     logprobs, advantages = tokens.logprobs, tokens.advantages
     ratio = (tokens.row_means(tokens.log_ratio).detach() + logprobs - logprobs.detach()).exp()

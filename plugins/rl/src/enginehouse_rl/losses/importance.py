@@ -1,9 +1,9 @@
 """Importance weights correct a policy gradient for samples that another engine generated.
 
 The rollout engine samples a token with probability p_rollout. The actor has the same weights, but its p_old differs a
-little. Weighting each token by p_old / p_rollout makes the gradient the actor's own. Capping or masking large weights
-bounds the variance, at the price of a small bias. The ratio of a whole sequence, the product of its tokens' ratios,
-also accounts for the states in which tokens were sampled, and varies far more.
+little. With the weight p_old / p_rollout for each token, the gradient is correct for the actor's policy. Capping or
+masking large weights bounds the variance, at the price of a small bias. The ratio of a whole sequence is the product of
+its tokens' ratios. It also accounts for the states in which tokens were sampled, but varies far more.
 
 Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is
 that of IMPALA (Espeholt et al. 2018), eq. 1. Sequences and masks: Liu et al. 2025, "When Speed Kills Stability".
@@ -40,10 +40,12 @@ def importance_weights(
         The weights, float32 `(counted,)`, and a mask of the weights that were above the cap, bool `(counted,)`.
 
     Raises:
-        ConfigError: `cap` is not more than 0, or the level or mode is unknown.
+        ConfigError: `cap` is 0 or less, or the level or mode is unknown.
     """
     if not cap > 0:
-        raise ConfigError(f"importance_cap is {cap:g}; it is the largest weight of a token, 2.0 say, and more than 0")
+        raise ConfigError(
+            f"importance_cap, the largest weight of a token, must be more than 0 (such as 2), not {cap:g}"
+        )
     for key, value, choices in (("level", level, get_args(ImportanceLevel)), ("mode", mode, get_args(ImportanceMode))):
         if value not in choices:
             raise ConfigError(f"unknown importance_{key} {value!r}. {nearest(value, choices)}")

@@ -10,11 +10,12 @@ sampled from the policy:
 | k3 = (r - 1) - log r | unbiased, low variance       | forward: KL(reference, policy) | reverse less forward |
 | k3_unbiased          | k3 times the policy's ratio  | reverse                        |                      |
 
-As a loss, an estimate is differentiated for fixed tokens. This leaves out that other tokens become more likely, which
-is the whole gradient of k1. In the reward, an estimate is a number, so the policy gradient contains only the part that
-the loss leaves out. For k3, reverse and forward divergence then cancel near the reference, and far from it k3 drives
-the policy away. Therefore `plan` requires `k1` in the reward and another estimator in the loss (Tang & Munos 2025, "On
-a few pitfalls in KL divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
+As a loss, an estimate is differentiated with the tokens held fixed. The gradient then lacks one part: an update also
+makes other tokens more likely. For k1, this part is the whole gradient. In the reward, an estimate is a number, so the
+policy gradient contains only the part that the loss lacks. For k3 in the reward, reverse and forward divergence cancel
+near the reference; far from the reference, k3 drives the policy away from it. Therefore `plan` requires `k1` in the
+reward and another estimator in the loss (Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for
+RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
 
 `k3_unbiased` is from DeepSeek-V3.2 (2025), section 3.1. Its ratio has a gradient too, so the product has the gradient
 of the reverse divergence, even for tokens of an older policy. `enginehouse_rl.losses.policy` multiplies by the ratio.
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 ESTIMATORS = get_args(KLEstimator)
 LARGEST_LOG_RATIO = 20.0
-"""Largest log ratio, in nats, because e to the 89th exceeds float32. Correct engines never differ so much."""
+"""Maximum of a log ratio, in nats, because exp(89) exceeds float32. Correct engines never differ by this much."""
 KL_PENALTY = "kl_penalty"
 """Column `(rows,)` with the KL term of each row, for an advantage that needs it separate from the reward."""
 
@@ -52,7 +53,7 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     Args:
         logprobs: The policy's logprobs, float `(tokens,)`; may carry a gradient.
         reference_logprobs: The reference's logprobs, float `(tokens,)`.
-        estimator: An entry of `ESTIMATORS`; `k3_unbiased` is `k3` before its ratio.
+        estimator: An entry of `ESTIMATORS`. `k3_unbiased` gives `k3`, which the caller multiplies by the ratio.
 
     Returns:
         The divergence in nats, float `(tokens,)`.
@@ -84,8 +85,8 @@ def adapt_coefficient(coefficient: float, divergence: float, target: float) -> f
 def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float | None) -> float:
     """Return the coefficient with which a resumed run begins.
 
-    It is the checkpoint's adapted coefficient, unless the config's coefficient has changed or either run does not adapt
-    it.
+    It is the adapted coefficient of the checkpoint, unless the coefficient in the config has changed, or one of the two
+    runs does not adapt its coefficient.
 
     Args:
         kl: The KL term of the config.

@@ -24,10 +24,10 @@ __all__ = ["PolicyTokens", "policy_loss"]
 
 
 class PolicyTokens:
-    """The counted tokens of a micro-batch, end to end; each tensor is `(counted,)`.
+    """The counted tokens of a micro-batch, concatenated over its rows; each tensor is `(counted,)`.
 
     Attributes:
-        logprobs: The policy's, float32, with a gradient.
+        logprobs: Logprobs of the current policy, float32, with a gradient.
         old_logprobs: Logprobs from before the step's first update, float32.
         advantages: The advantages, float32.
         row: The row of each token, int64.
@@ -46,7 +46,7 @@ class PolicyTokens:
         return self._view.outputs[name][self._counted]
 
     def column(self, name: str) -> torch.Tensor:
-        """Return the tokens' values of a column by token."""
+        """Return the tokens' values of a column that has one value for each token."""
         return self._view.columns[name][self._counted]
 
     def row_column(self, name: str) -> torch.Tensor:
@@ -55,7 +55,7 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """Log ratio of each token's probability to the one before the step, at most `LARGEST_LOG_RATIO`."""
+        """Logprob of each token minus its logprob from before the step's first update, at most `LARGEST_LOG_RATIO`."""
         return cap_log_ratios(self.logprobs - self.old_logprobs)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
@@ -70,10 +70,10 @@ Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation], Callable[..., LossValue]]:
-    """Make a loss of an equation, which also takes the arguments of `finish_loss`.
+    """Return a decorator that turns an equation into a loss, which also takes the arguments of `finish_loss`.
 
     Args:
-        aggregation: The loss's default.
+        aggregation: Default aggregation of the loss.
     """
 
     def decorate(equation: Equation) -> Callable[..., LossValue]:
@@ -113,16 +113,17 @@ def finish_loss(
     """Weigh the tokens' losses, add the terms that do not depend on the advantages, and aggregate them.
 
     Metrics are `figures`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`, `importance_weight`
-    and `importance_capped`, the part of the tokens whose weight was cut or that were masked.
+    and `importance_capped`, the fraction of the tokens whose weight was above the cap.
 
     Args:
-        importance_cap: weigh each token's loss and KL term, not the entropy bonus, by how much more likely the
-            actor finds it than the rollout did, at most this; see `enginehouse_rl.losses.importance`. Needs
-            `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
+        importance_cap: multiply each token's loss and KL term, but not the entropy bonus, by a weight of at most this
+            number: the token's probability under the actor, divided by its probability under the rollout. See
+            `enginehouse_rl.losses.importance`. Needs `algorithm.old_logprobs=actor`, because all weights are 1 with
+            the rollout's logprobs.
         importance_level: the ratio of each `token`, or of its whole `sequence`.
-        importance_mode: a larger weight is cut to the cap (`truncate`), or is 0 (`mask`).
+        importance_mode: a weight above the cap is cut to the cap (`truncate`), or is 0 (`mask`).
         aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
-        max_tokens: for the aggregation that divides by it; in a run, unset: `rollout.sampling.max_tokens`.
+        max_tokens: divisor of `sequence_mean_token_sum_scaled`; if unset, a run uses `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
         kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `losses.kl`.
         entropy_coefficient: weight of the entropy bonus.

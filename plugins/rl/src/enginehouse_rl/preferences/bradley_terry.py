@@ -1,7 +1,7 @@
-"""Bradley-Terry fits scores so that the better response of a pair scores higher as often as people prefer it.
+"""The Bradley-Terry loss fits scores to preferences: the difference of two scores is the log odds of the preference.
 
 Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1; the margin is
-that of Touvron et al. 2023, "Llama 2", eq. 2.
+from Touvron et al. 2023, "Llama 2", eq. 2.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""DPO trains a policy on pairs of responses. The policy, relative to a reference, is its own reward model.
+"""DPO trains a policy on pairs of responses, without a separate reward model.
 
 The reward of a response is `beta * (log policy - log reference)`. The loss depends on the difference between the
 rewards of the chosen and the rejected response. With h the difference of their log ratios:
 
-| loss | of a pair | source |
+| name | loss of a pair | source |
 |---|---|---|
-| `sigmoid` | `-log sigmoid(beta h)`; smoothed, some labels are wrong | Rafailov et al. 2023, eq. 7; cDPO |
-| `hinge` | `max(0, 1 - beta h)` | SLiC, Zhao et al. 2023, as of Liu et al. 2023 (RSO), eq. 9 |
-| `ipo` | `(h - 1 / (2 beta))^2`, of log ratios that are means over tokens | Azar et al. 2023, eq. 17 |
+| `sigmoid` | `-log sigmoid(beta h)`; label smoothing assumes some wrong labels | Rafailov et al. 2023, eq. 7; cDPO |
+| `hinge` | `max(0, 1 - beta h)` | SLiC (Zhao et al. 2023), in the form of Liu et al. 2023 (RSO), eq. 9 |
+| `ipo` | `(h - 1 / (2 beta))^2`, with log ratios averaged over tokens | Azar et al. 2023, eq. 17 |
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def kto(
         policy: Sums of the policy's logprobs of the responses, `(rows,)`.
         reference: Sums of the reference's logprobs, `(rows,)`.
         label: True for desirable responses, bool `(rows,)`.
-        mismatched: Log ratios of responses to prompts to which they do not belong.
+        mismatched: Log ratios of responses after the prompts of other responses.
         beta: Strength with which the policy is kept close to the reference.
         desirable_weight: The paper's lambda for desirable responses.
         undesirable_weight: The paper's lambda for other responses.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LN_2 = math.log(2)
 BY_ROW = {"aggregation": "sequence_mean_token_sum"}
-"""The linear losses are means over rows of each row's sum (`with_weights`)."""
+"""Arguments of the linear losses: the mean over rows of each row's sum, as `with_weights` requires."""
 
 
 class PreferenceTrainer(Loop):
@@ -97,7 +97,7 @@ class PreferenceTrainer(Loop):
 def split_items(items: int, each: int) -> list[range]:
     """Split items into parts of `each`.
 
-    A single last item joins the part before it, because KTO would otherwise compare its response with itself.
+    A single last item joins the part before it, because KTO needs the responses of at least two items.
     """
     starts = [*range(0, items, each)]
     if len(starts) > 1 and items - starts[-1] == 1:
@@ -168,8 +168,8 @@ class RewardModelTrainer(PreferenceTrainer):
         losses = [row["loss"] for row in self.progress.history.recent()]
         if step == self.steps and not self._has_margins and not below_chance(losses):
             self.progress.note(
-                f"nothing learned yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, "
-                f"and that of uninformative scores is ln 2, {LN_2:.3f}; try more steps or a larger "
+                f"nothing learned yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, not "
+                f"clearly below the loss of uninformative scores (ln 2 = {LN_2:.3f}). Try more steps or a larger "
                 "actor.engine.options.lr"
             )
 

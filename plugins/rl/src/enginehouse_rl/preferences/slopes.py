@@ -34,7 +34,7 @@ class Judgement:
 
 
 def differentiate(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> Judgement:
-    """Differentiate losses by the rows' numbers, which must be a leaf. The metrics lose their gradient."""
+    """Differentiate losses by the rows' numbers `figures`, a leaf tensor. The metrics lose their gradient."""
     (slopes,) = torch.autograd.grad(losses.mean(), figures)
     return Judgement(losses.detach(), slopes, {name: values.detach() for name, values in metrics.items()})
 
@@ -50,7 +50,7 @@ def make_leaf(figures: torch.Tensor) -> torch.Tensor:
 
 
 def with_weights(batch: Batch, slopes: torch.Tensor) -> Batch:
-    """Add the column `weights`, with which the linear losses, as means over rows, have the gradient of the loss.
+    """Add the column `weights`. With it, a linear loss, as a mean over rows, has the gradient of the preference loss.
 
     Args:
         batch: The rows of the update, with `loss_mask`.

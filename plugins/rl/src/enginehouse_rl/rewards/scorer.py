@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 class Scorer:
     """Scores rows as they come. Must be called on one event loop.
 
-    All requests of one turn of the loop go to the pool together. All results that the pool's thread brings meanwhile
-    are also returned together, because each wake-up of the other thread makes both wait for the GIL.
+    All requests of one iteration of the event loop go to the pool together. Results that the pool's thread delivers in
+    quick succession are also returned together, because each wake-up of the event loop makes both threads wait for the
+    GIL.
 
     Args:
-        rows: Number of rows of a step or a validation. The pool limits failures to a fraction of it.
+        rows: Number of rows of a step or a validation. The pool limits failures to a fraction of these rows.
     """
 
     def __init__(self, pool: RewardPool, rows: int):

@@ -53,9 +53,7 @@ class WeightedRewards:
                     task.cancel()
             if not by_reward:
                 if "reward_model" not in self._plan.roles:
-                    raise ConfigError(
-                        "the environment asks for the reward, and the config has none: set reward.function"
-                    )
+                    raise ConfigError("the environment requests a reward, but the config has none: set reward.function")
                 return [RowScore(0.0, {}, "")] * len(values)
             return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
 
@@ -81,8 +79,8 @@ class WeightedRewards:
         if all(score.abstains for score in scores):
             if self._plan.config.reward.on_error == "fail":
                 raise RewardError(
-                    "every reward abstained from a row (returned None), so that it has no score: let one of them "
-                    "score it, or set reward.on_error=leave_out"
+                    "every reward abstained from a row (returned None), so the row has no score: let one of the "
+                    "rewards score it, or set reward.on_error=leave_out"
                 )
             return RowScore(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}
@@ -102,7 +100,7 @@ class WeightedRewards:
 
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
-    """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config.
+    """Add the column `rewards` float32 `(rows, k)` with the clipped rewards in the order of the config.
 
     If a reward is to be normalized over its group or the batch, `reward` is recomputed as the sum of the normalized
     rewards and of the environment's own part of the score. Both columns are 0 except in the last row of an episode.
