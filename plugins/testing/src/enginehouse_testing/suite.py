@@ -140,7 +140,7 @@ class RolloutEngineSuite(Suite):
 
 
 class WeightTransportSuite(Suite):
-    """Tests everything that a weight transport promises, with both ends in this process.
+    """Tests everything that a weight transport promises, with senders and receivers in this process.
 
         from enginehouse_testing import WeightTransportSuite
 
