@@ -16,7 +16,7 @@ CHECKS = Checks(tolerance=ROUNDING)
 
 @CHECKS.act(tolerance=EXACT)
 def _value(trial: LossTrial) -> str:
-    """It returns a LossValue: a finite scalar total with a gradient, its weight, and metrics that can be summed."""
+    """It returns a LossValue: a finite scalar total with a gradient, its weight, and metrics of type Mean or Max."""
     view = trial.view(trial.samples())
     value = trial.call(view)
     if problems := problems_of(value):
