@@ -60,7 +60,7 @@ class Waiting:
 
 
 class Engine:
-    """`RolloutEngine`. A change to the model or the queue holds `_boundary`, so it comes between two tokens."""
+    """`RolloutEngine`. Code that changes the model or the queue holds `_boundary`, so it runs between two tokens."""
 
     async def launch(self, model: ModelSpec, options: Options, context: ProcessContext) -> Endpoint:
         """Load the model and begin to serve."""
@@ -242,11 +242,11 @@ class Engine:
         self._update, self._staged = None, {}
 
     async def abort_weight_update(self) -> None:
-        """Throw away what was staged."""
+        """Discard the staged weights."""
         self._update, self._staged = None, {}
 
     async def weight_state(self) -> WeightState:
-        """Version and checksums."""
+        """Return the served version and the checksums."""
         async with self._boundary:
             return WeightState(self._version, {name: checksum(tensor) for name, tensor in self._parameters.items()})
 
