@@ -201,11 +201,11 @@ class Engine:
         self._work.set()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
+        """Reject the call: `sleep` is not declared."""
         raise EnginehouseError("my_rollout does not declare 'sleep'")
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
+        """Reject the call: `sleep` is not declared."""
         raise EnginehouseError("my_rollout does not declare 'sleep'")
 
     async def start_weight_update(self, update: WeightUpdate) -> None:

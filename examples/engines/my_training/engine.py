@@ -86,7 +86,7 @@ class Engine:
         )
 
     def export_hf(self, path: str) -> None:
-        """Write the model in Hugging Face form."""
+        """Write the model as a Hugging Face directory."""
 
         def write() -> None:
             Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Plays environments of the package `verifiers`, with their own tasks, harnesses and rewards.
 
-A harness is any program that sends requests to a model. As session id, its requests carry the id of their trace.
+A harness is any program that sends requests to a model. Its requests carry the id of their trace as session id.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class ReplicaUnderTest(Worker):
         except Exception as error:
             if replica.newest is None:
                 raise
-            raise EnginehouseError(f"{type(error).__name__}: {error} (the act's newest: {replica.newest})") from error
+            raise EnginehouseError(f"{type(error).__name__}: {error} (newest request: {replica.newest})") from error
 
     @register
     async def forget(self) -> bool:

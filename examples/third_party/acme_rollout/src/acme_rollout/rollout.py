@@ -165,11 +165,11 @@ class AcmeRolloutEngine:
         self._settle()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
+        """Reject the call, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
+        """Reject the call, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     # Weights

@@ -60,7 +60,7 @@ class AcmeTrainEngine:
         self._optimizer = Optimizer(dict(self._model.named_parameters()), options, self._accelerator)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients; where there is a `loss_mask`, for the tokens that it marks."""
+        """Compute `outputs` without gradients. If there is a `loss_mask`, compute them only for the tokens it marks."""
         return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:

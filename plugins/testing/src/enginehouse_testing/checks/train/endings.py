@@ -31,7 +31,7 @@ def count_threads(rank: Rank, model: str = "tied") -> int:
 
 @CHECKS.judge(count_threads)
 def shutdown(seen: list[Seen]) -> Measured:
-    """An engine that was shut down leaves no threads behind. Threads of a process group that is still held would stay,
-    and spin once its other ranks have left."""
+    """An engine that was shut down leaves no threads behind. A process group that is still referenced would keep its
+    threads, which spin once the other ranks have left."""
     gained = max(rank.value for rank in seen)
     return Measured(max(0.0, gained), f"each of {ENGINES} engines left at least {gained} threads behind")
