@@ -33,7 +33,7 @@ WORK = ROOT / "benchmarks" / "out" / "algorithms"
 TASK_MADE = WORK / DIRECTORY / "task"
 PICTURE = WORK.parent / "algorithms.png"
 WARM_UP, OF_GAMES = "sft", "sft_chat"
-"""The recipes from which the others begin. No figures of their own are shown."""
+"""Recipes whose models the other recipes begin from. The results do not show them."""
 VALIDATE_EVERY = 10
 AS_IN_TRAINING = ("evaluation.sampling.temperature=1", "evaluation.max_prompts=256")
 """Overrides with which a validation samples answers as training does."""
@@ -173,7 +173,7 @@ def _figure(name: str) -> str:
 
 
 def _sorts(name: str) -> bool:
-    """Return True if a recipe trains a policy for the recipes' sorting task, not for a game, and not another model."""
+    """Return True if a recipe trains a policy for the sorting task, and not a policy for a game or another model."""
     return _what(name) == "reward" and "environment" not in yaml.safe_load(recipes()[name].text)
 
 

@@ -42,8 +42,8 @@ def credits(reward: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> t
     """Compute GAE without a discount, with rewards at the last counted token.
 
     Args:
-        reward: `(rows,)`.
-        values: `(rows, tokens)`.
+        reward: reward of each row, `(rows,)`.
+        values: value of each state, `(rows, tokens)`.
         mask: True at the counted tokens, the first ones of each row.
 
     Returns:

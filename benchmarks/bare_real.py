@@ -1,4 +1,4 @@
-"""The sums of `benchmarks.real` as a hand-written loop without controller, Ray or engine: the other sides' floor.
+"""The sums of `benchmarks.real` as a hand-written loop without controller, Ray or engine: the floor for others.
 
 python -m benchmarks.bare_real --data .../train.jsonl --model MODEL --steps 5 --prompts 8 --new-tokens 12 --save DIR
 """

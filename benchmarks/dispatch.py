@@ -4,7 +4,7 @@
 
 Each side is a process with its own Ray, in one run. This process tells one side at a time what to measure. The sides
 take turns, so that a machine whose speed drifts drifts for all of them; the other sides, their Ray included, are
-stopped meanwhile. The sides measure between equal ends. The no-op is one call of an empty method on every worker, with
+stopped meanwhile. All sides measure the same interval. The no-op is one call of an empty method on every worker, with
 awaited answers. The round trip begins with the data in the driver's memory and ends with the same data in new memory of
 the driver, one array or tensor per column, after workers returned what they got. `in store` is the round trip whose
 result stays where it was made. verl always has 16 workers; the no-op calls as many of them as the other sides have.
@@ -49,7 +49,7 @@ VERL = (
 
 LARGE_ROW = "large batch"
 WATCH_SECONDS = 0.01
-"""Seconds between two looks at a side's memory while it is timed: few looks, because they take time from it."""
+"""Seconds between two looks at a side's memory while the side is timed. Looks are rare because they slow the side."""
 WATCH_CLOSELY_SECONDS = 0.002
 """Seconds between two looks when memory is measured."""
 WARM_UP_ROUNDS = 1
@@ -197,7 +197,7 @@ class Measurement:
         do: the command.
         arguments: arguments of the command.
         watch: seconds between two looks at the driver's memory during the command; None: no looks.
-        grown: gets the growth of the memory, each time.
+        grown: list to which each command adds the growth of the memory.
     """
 
     side: SideProcess
@@ -207,7 +207,7 @@ class Measurement:
     grown: list[Memory] = field(default_factory=list)
 
     def take(self) -> Any:
-        """Do it once; return the side's answer."""
+        """Run the command once; return the side's answer."""
         answer = self.side.ask(self.do, watch=self.watch, **self.arguments)
         if self.watch and self.side.memory:
             self.grown.append(self.side.memory)
@@ -275,7 +275,7 @@ def roundtrip_row(megabytes: float) -> str:
 
 
 def beside_verl_row(megabytes: float) -> str:
-    """Return the name of the same row against verl."""
+    """Return the name of the row that compares this round trip with verl."""
     return f"{roundtrip_row(megabytes)}, beside verl"
 
 
@@ -384,7 +384,7 @@ def most(grown: Sequence[Memory]) -> float:
 
 
 def summary(table: Table, extent: Extent, fitted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics, ratios of medians: ours by bare Ray's, and verl's by ours."""
+    """Return the metrics, ratios of medians: enginehouse divided by bare Ray, and verl divided by enginehouse."""
     megabytes = extent.megabytes
     metrics = {
         "noop_vs_bare": statistics.median(table.figure(noop_row(size), "vs bare") for size in extent.workers),

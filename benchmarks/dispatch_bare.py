@@ -46,7 +46,7 @@ class BareRay:
         self.data: dict[str, np.ndarray] = {}
 
     def cluster(self) -> dict[str, int]:
-        """Return what Ray was started with, for a side that must start it with the same."""
+        """Return the arguments with which Ray was started, for a side that must start Ray with the same arguments."""
         resources = ray.cluster_resources()
         return {"cpus": int(resources["CPU"]), "object-store-bytes": int(resources["object_store_memory"])}
 
@@ -88,7 +88,7 @@ class BareRay:
         return seconds
 
     def roundtrip_in_store(self) -> float:
-        """Return the seconds of the same round trip, but only read the result where it is in the object store."""
+        """Return the seconds of the same round trip if the result is read in the object store and not copied."""
         self.noop(WAKING_CALLS)
         begun = time.perf_counter()
         parts = {name: np.array_split(array, len(self.actors)) for name, array in self.data.items()}

@@ -1,7 +1,7 @@
 """One side of the dispatch benchmark: a separate process, which is told over a pipe what to measure next.
 
-This module is both ends of the pipe. The sides' ends run in separate Python environments, so it imports nothing of
-enginehouse. The functions of the benchmark's own end import what only they need.
+This module has the code of both processes at the pipe, the benchmark and the side. Sides run in separate Python
+environments, so it imports nothing of enginehouse. Functions of the benchmark import what only they need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAKING_CALLS = 3
 
 
 class Side(Protocol):
-    """The object at the other end: each command is a method with a JSON result."""
+    """The object that runs a side's commands. Each command is a method with a JSON result."""
 
     def close(self) -> None:
         """End everything the side started."""
@@ -35,7 +35,7 @@ class Side(Protocol):
 
 
 def serve(side: Side) -> None:
-    """Do what the lines on standard input say, `{"do": method, ...arguments}`, until it is closed.
+    """Run the commands on standard input, lines of `{"do": method, ...arguments}`, until it is closed.
 
     Answers go to standard output, one per line; everything else that is printed goes to standard error.
     """
@@ -67,10 +67,10 @@ class Memory:
 
 
 class SideProcess:
-    """The benchmark's end: starts a side and asks it one thing at a time.
+    """A side's process for the benchmark, which starts it and sends it one command at a time.
 
     Args:
-        name: for messages.
+        name: name of the side in messages.
         command: words of the command line.
         log: file that gets what the side prints.
         cwd: working directory of the side.
@@ -104,7 +104,7 @@ class SideProcess:
             arguments: arguments of the method.
 
         Raises:
-            RuntimeError: it failed, ended, or took too long; the message has the last lines that it printed.
+            RuntimeError: the side failed, ended, or took too long; the message has the last lines that it printed.
         """
         assert self._process.stdin is not None
         self.resume()
@@ -219,7 +219,7 @@ class _Watch:
 
 
 def own_and_resident(pid: int) -> tuple[int, int]:
-    """Return the resident bytes of a process: those that it shares with no other, and all."""
+    """Return two numbers of resident bytes of a process: bytes that it does not share with others, and all bytes."""
     import psutil
 
     memory = psutil.Process(pid).memory_info()

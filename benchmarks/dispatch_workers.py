@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Echo(Worker):
-    """Answers, or returns what it got."""
+    """Answers empty calls, and returns batches unchanged."""
 
     @register
     def noop(self) -> None:
@@ -26,7 +26,7 @@ class Echo(Worker):
 
 
 class TorchEcho(Worker):
-    """Needs torch."""
+    """Imports torch when it starts."""
 
     def __init__(self) -> None:
         import torch

@@ -132,11 +132,11 @@ def figures(
 ) -> dict[str, Any]:
     """Return the metrics, and the table's lines.
 
-    Metrics are medians over rounds. `vs_bare` is our tokens per second by those of the hand-written loop, in the same
-    round. `overhead` is the fraction by which a round of ours exceeds what it needs at least: the CPU time of the
-    engine's own process, or the longest sleep of an episode, whichever is more. `engine_idle` is the fraction of a
-    round in which that process had nothing to do, which other programs on the machine change least. `.../bare` is the
-    same of the hand-written loop, whose last episodes leave the engine with little to do, too. `growth_mb/PART` is the
+    Metrics are medians over rounds. `vs_bare` is our tokens per second divided by that of the loop, in the same round.
+    `overhead` is the fraction by which our round exceeds the time that it needs at least: the CPU time of the engine's
+    own process, or the longest sleep of an episode, whichever is more. `engine_idle` is the fraction of a round in
+    which that process had nothing to do, which other programs on the machine change least. `.../bare` is the figure of
+    the hand-written loop, whose last episodes also leave the engine with little to do. `growth_mb/PART` is the
     growth in million bytes of the memory of a part of ours per 1,000 episodes, from after the uncounted round to the
     end; `bare` is the other side's process, which contains vLLM's part as `replica` does.
 

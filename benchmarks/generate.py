@@ -41,7 +41,7 @@ def measure(rounds: int = 40, warm_up: int = 5) -> dict[str, Any]:
         warm_up: turns before them, which do not count.
 
     Returns:
-        `metrics` with `generate_vs_transformers` (median over rounds of transformers' CPU seconds by the engine's),
+        `metrics` with `generate_vs_transformers` (CPU seconds of transformers divided by ours, median over rounds),
         `generate_vs_transformers_unfused` (the same with the model's own forward pass), `generate_cpu_milliseconds`
         and `generate_tokens_per_cpu_second`; `sides` with each side's median CPU milliseconds.
     """

@@ -98,11 +98,11 @@ def measure(
 
     Returns:
         `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_trl`, `generate_vs_transformers`,
-        `controller_share` (fraction of our step spent in neither engine), `step_vs_handwritten` (our step's seconds by
-        those of the loop), `steps_per_second_vs_trl_staleness_1` (with generation beside training), and steps per
-        second and final reward by program. `size="medium"` has no reward to judge. Instead of
-        `generate_vs_transformers` it has `generation_vs_products`: our generation's seconds by those of its matrix
-        products on two threads.
+        `controller_share` (fraction of our step spent in neither engine), `step_vs_handwritten` (seconds of our step
+        divided by seconds of the loop's step), `steps_per_second_vs_trl_staleness_1` (with generation beside training),
+        and steps per second and final reward by program. `size="medium"` has no reward to judge. Instead of
+        `generate_vs_transformers` it has `generation_vs_products`: seconds of our generation divided by seconds of its
+        matrix products on two threads.
 
     Raises:
         ValueError: the size is unknown, or there are too few steps to time any.
@@ -181,14 +181,14 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZ
 
 
 def generation_ratio() -> float:
-    """Return the CPU seconds of `transformers.generate` by those of the rollout engine, on one batch."""
+    """Return the CPU seconds of `transformers.generate` divided by those of the rollout engine, on one batch."""
     from benchmarks.generate import measure as measure_generate
 
     return measure_generate()["metrics"]["generate_vs_transformers"]
 
 
 def generation_vs_products(sides: Mapping[str, Side], size: Size, model: Path) -> float:
-    """Return the seconds of our generation, on our side that generates fastest, by those of its matrix products."""
+    """Return the seconds of generation on our fastest side, divided by the seconds of its matrix products."""
     from benchmarks.words_task import product_seconds
 
     outcomes = [outcome for side in sides.values() if side.program == "enginehouse" for outcome in side.outcomes]

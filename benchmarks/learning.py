@@ -1,12 +1,12 @@
-"""Whether GRPO teaches a real small model: enginehouse and TRL over several seeds, and each pair of engines on one.
+"""Measures whether GRPO improves a real small model: enginehouse and TRL on several seeds, each engine pair on one.
 
 The model and the task are those of `benchmarks.real`: SmolLM2-135M-Instruct at 4 bits, made float32, and sums of two
 numbers from 1 to 30. Both programs have the same prompts, sampling, batch, loss and optimizer. Each trained model, and
-the model before, answers 64 held-out sums greedily, by one sampler: that of transformers.
+the model before training, answers 64 held-out sums greedily. Transformers generates all these answers.
 
 - `held_out_before`, `held_out_after/...`: fraction of the held-out sums answered right, the mean over the seeds.
-- `gain_in_standard_errors/...`: the gain divided by its standard error. Each seed's gain is that over the same 64 sums;
-  the error has the spread over sums and seeds.
+- `gain_in_standard_errors/...`: the gain divided by its standard error. All seeds have the same 64 sums. The error
+  includes the spread over sums and the spread over seeds.
 - `reward_last/...`: mean reward of the last three steps.
 """
 
@@ -51,13 +51,13 @@ def measure(
         seeds: runs of each program, with seeds from 0.
         steps: optimizer steps of a run.
         prompts: prompts of a step.
-        pairs: pairs of engines, `train x rollout`; None: all but the first, which the seeds show.
+        pairs: pairs of engines, `train x rollout`; None: all but the first, with which enginehouse runs all seeds.
         model: directory of a chat model; empty: the real model.
-        layers: its first so many; 0: all. For a rehearsal.
-        trl: run TRL too.
+        layers: number of first layers to keep, for a rehearsal; 0: all.
+        trl: True to run TRL too.
 
     Raises:
-        RuntimeError: a side failed, with what it printed last; or the model is not there.
+        RuntimeError: a side failed (the message has the last lines that it printed), or there is no such model.
     """
     ours = Path(sys.executable)
     peer = environment("trl", ["torch"], ["trl==1.16.*"]) if trl else None
@@ -125,11 +125,11 @@ def answer_right(model: Path, questions: Sequence[Mapping[str, Any]]) -> list[fl
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]], before: Sequence[float]) -> dict[str, Any]:
-    """Return the metrics, a row of each side, and the curves.
+    """Return the metrics, a row for each side, and the curves.
 
     Args:
-        runs: of each side its runs, as `_train` returns them.
-        before: for each question, 1.0 if the model answered it right before.
+        runs: runs of each side, as `_train` returns them.
+        before: for each question, 1.0 if the model answered it right before training, else 0.0.
     """
     metrics: dict[str, float] = {"held_out_before": statistics.mean(before)}
     rows = {}
@@ -155,9 +155,9 @@ def measure_gain(before: Sequence[float], after: Sequence[Sequence[float]]) -> f
     """Return the mean gain divided by its standard error; 0 without any difference.
 
     Args:
-        before: score of each question.
-        after: of each seed the score of each question. Questions are the same for all seeds, so a question's mean over
-            the seeds counts once; what differs between the seeds is added.
+        before: score of each question before training.
+        after: for each seed, the score of each question after training. All seeds have the same questions, so the
+            mean of a question over the seeds counts once. The spread between the seeds is added to the variance.
 
     >>> round(measure_gain([0, 0, 0, 1], [[1, 1, 0, 1], [1, 1, 0, 1]]), 3)
     1.732

@@ -15,7 +15,7 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
     """Draw the programs, with the range of their seeds, and the pairs of engines beside them.
 
     Args:
-        curves: of each side, the mean reward of each step of each run.
+        curves: by side, for each run, the mean reward of each step.
         path: a file.
     """
     several = {name: runs for name, runs in curves.items() if len(runs) > 1}

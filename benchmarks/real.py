@@ -3,13 +3,13 @@
 The model is SmolLM2-135M-Instruct (`make real-model`; 4 bits, made float32), the task the sums of recipe `real/grpo`: 8
 prompts a step, 8 samples each of at most 12 tokens, lr 2e-5, one thread. The sides take turns. Each has the same
 prompts, sampling, batch, loss and optimizer; TRL and the loop pass 16 rows at a time, ours cuts a batch as it does by
-default. Then the same with at most 512 tokens (`mixed`), and generation alone beside transformers' (`real_generation`).
+default. Then the sides run with at most 512 tokens (`mixed`), and generation is compared alone (`real_generation`).
 
-- `cpu_seconds_vs_trl`: CPU seconds of a step after the first, of all processes, Ray's too.
+- `cpu_seconds_vs_trl`: CPU seconds of a step after the first, in all processes, including Ray's.
 - `wall_vs_trl`, `step_vs_handwritten`: seconds of a step.
 - `peak_memory_vs_trl`: resident memory of the process that has the model; `all_memory_vs_trl`: of all processes.
-- `update_vs_trl`, `update_vs_handwritten`: a step's seconds that are not generation's.
-- `generation_vs_transformers`: CPU seconds of transformers' generation by ours, of 12 tokens; `..._mixed`: up to 512.
+- `update_vs_trl`, `update_vs_handwritten`: seconds of a step without the seconds of its generation.
+- `generation_vs_transformers`: CPU seconds of transformers divided by ours, for 12 tokens; `..._mixed`: up to 512.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RATIOS = {
     "update_vs_handwritten": ("update_seconds", LOOP),
     "cpu_seconds_vs_handwritten": ("cpu_seconds", LOOP),
 }
-"""Figures that are ratios: a column of a side's row, ours by another program's."""
+"""Figures that are ratios: a column of our row, divided by that column of another program's row."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Side:
     Attributes:
         command: the command line, from an output directory and a seed.
         marks: file in that directory to which it writes a line as each step ends.
-        read: seconds of each step after the first, and of its generation, from the directory.
-        rounds: a row of figures each.
+        read: function that reads the seconds of each step after the first, and of its generation, from that directory.
+        rounds: a row of figures for each round.
     """
 
     command: Callable[[Path, int], Sequence[object]]
@@ -67,7 +67,7 @@ class Side:
     rounds: list[dict[str, float]] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
-        """The median of each figure over the rounds; of busy cores the most."""
+        """Return the median of each figure over the rounds, and the largest number of busy cores."""
         columns = {name: [each[name] for each in self.rounds] for name in self.rounds[0]}
         busy = max(columns.pop("cores_busy_before"))
         return {name: statistics.median(values) for name, values in columns.items()} | {
@@ -94,18 +94,18 @@ def measure(
     Args:
         rounds: runs of each side; round `i` uses seed `seed + i`.
         steps: optimizer steps of a run; the first is not timed.
-        mixed_steps: the same of the run with responses of up to 512 tokens; 0: there is none.
+        mixed_steps: optimizer steps of a run with responses of up to 512 tokens; 0: no such run.
         generation_rounds: turns of generation alone; 0: none.
-        seed: of samples.
-        prompts: of a step of the short runs; those with long responses have an eighth of them.
+        seed: seed of the samples.
+        prompts: prompts of a step of the short runs; runs with long responses have an eighth of this number.
         model: directory of a chat model; empty: the real model.
-        layers: its first so many; 0: all. For a rehearsal.
-        trl: run TRL too.
-        own_environment: make a Python environment for enginehouse; otherwise the running one is used.
+        layers: number of first layers to keep, for a rehearsal; 0: all.
+        trl: True to run TRL too.
+        own_environment: True to make a Python environment for enginehouse; otherwise the running one is used.
 
     Raises:
-        ValueError: too few steps.
-        RuntimeError: a side failed, with what it printed last; or the model is not there.
+        ValueError: there are too few steps.
+        RuntimeError: a side failed (the message has the last lines that it printed), or there is no such model.
     """
     if steps < 2 or mixed_steps == 1:
         raise ValueError(f"steps={steps} mixed_steps={mixed_steps}: at least 2, as the first is not timed")
@@ -134,7 +134,7 @@ def find_model(path: str) -> Path:
     """Return the directory of the model.
 
     Raises:
-        RuntimeError: it is not there.
+        RuntimeError: there is no such model.
     """
     from enginehouse_recipes.real_model import real_model
 
@@ -145,7 +145,7 @@ def find_model(path: str) -> Path:
 
 
 def prepare(model: Path, layers: int, work: Path) -> Path:
-    """Write the prompts to `work`, and the model's first layers if so many are wanted; return the model's directory."""
+    """Write the prompts to `work`, and the model's first layers unless `layers` is 0; return the model's directory."""
     from enginehouse_recipes.sums import make_sums
 
     make_sums(work / "sums")
@@ -168,7 +168,7 @@ def prepare(model: Path, layers: int, work: Path) -> Path:
 def build_sides(
     ours: Path, trl: Path | None, model: Path, steps: int, prompts: int, tokens: int, work: Path
 ) -> dict[str, Side]:
-    """The sides, by name, in the order of the first round; without an interpreter for TRL there is none of it.
+    """Return the sides by name, in the order of the first round. If `trl` is None, TRL has no side.
 
     `work` holds the prompts.
     """
@@ -224,7 +224,7 @@ def run_sides(sides: Mapping[str, Side], work: Path, rounds: int, seed: int) -> 
 
 
 def figures(seconds: Sequence[float], generate: Sequence[float], meter: Meter) -> dict[str, float]:
-    """The figures of one run, from the seconds of its steps after the first, and of their generation."""
+    """Return the figures of one run, from the seconds of its steps after the first, and of their generation."""
     return {
         "seconds": statistics.median(seconds),
         "generate_seconds": statistics.median(generate),
@@ -236,9 +236,9 @@ def figures(seconds: Sequence[float], generate: Sequence[float], meter: Meter) -
 
 
 def ratios(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The figures to keep: ours by those of the programs that ran, and our own.
+    """Return the figures to keep: our figures divided by those of each program that ran, and our figures.
 
-    CPU seconds of steps that the meter could not tell apart are 0, as in a rehearsal; there is no ratio of these.
+    If the meter could not tell steps apart, as in a rehearsal, CPU seconds are 0, and their ratio is left out.
     """
     ours = rows[OURS]
     metrics = {

@@ -53,8 +53,8 @@ def measure(
         device: `"cpu"` or `"cuda"`.
 
     Returns:
-        `metrics` and `sides`. Metrics: `BACKEND_vs_bare`, our generated tokens per second by those of the engine called
-        directly, in the same round, median over rounds.
+        `metrics` and `sides`. Metrics: `BACKEND_vs_bare`, our generated tokens per second divided by those of the
+        engine called directly, in the same round, median over rounds.
 
     Raises:
         RuntimeError: a side failed, or the two generate different tokens.

@@ -1,4 +1,4 @@
-"""SGLang called directly, as a user would write a rollout script. Only its adaptation to a CPU is enginehouse's.
+"""SGLang called directly, as a user would write a rollout script. It uses only enginehouse's adaptation to a CPU.
 
 `rollout_engine` starts it under the runtime's interpreter, with the same environment variables as the other side.
 Processes that SGLang starts import this module too, so that the adaptation to a CPU reaches them.

@@ -121,7 +121,7 @@ def execute(
         directory: working directory.
 
     Raises:
-        RuntimeError: it failed or ran out of time; the message has the last lines that it printed.
+        RuntimeError: the command failed or ran out of time; the message has the last lines that it printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= variables or {}

@@ -3,8 +3,8 @@
 It runs `enginehouse train` over Ray on the quickstart's task, with a wider model, so that engines and not calls decide.
 The rollout has separate processes. The rollout's process and the actor's each have a core, and the system places
 everything else. Generation and training take equally long, by `max_running` and the slower of the engine's two forward
-passes. Every side does the same work per step (`old_logprobs` are the actor's own on all sides, or with a heavy tail on
-none), and has the same tasks.
+passes. Every side has the same tasks and does the same work per step: the actor computes `old_logprobs` on all sides,
+or, with a heavy tail, on none.
 
 - `staleness_1_vs_0`: steps per second with even lengths. A machine with nothing else to do would give 2.
 - `staleness_4_vs_1_heavy_tail`: the same if one response in k is longer than k times the shortest, by a rollout engine
@@ -122,8 +122,8 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
 
     Returns:
         `metrics`, `sides`, `versions`. A ratio is the median over rounds of each round's ratio. In addition to the
-        metrics of the module: `generation_vs_training`, seconds that generation computes by those that training does
-        with staleness 0, and the mean reward of the last steps by side.
+        metrics of the module: `generation_vs_training`, seconds in which generation computes divided by seconds in
+        which training computes, with staleness 0; and the mean reward of the last steps by side.
 
     Raises:
         ValueError: there are too few steps to count any.

@@ -50,8 +50,8 @@ class Side:
 
     Attributes:
         program: program of the side; the best side of a program counts.
-        command: the command line, from an output directory and a seed.
-        read: the outcome, from the output directory.
+        command: function that returns the command line for an output directory and a seed.
+        read: function that reads the outcome from the output directory.
         threads: value of `OMP_NUM_THREADS`; None: the program decides.
         outcomes: one outcome per round.
         busy: cores that others kept busy before each round.
@@ -152,7 +152,7 @@ def compare(
     Args:
         sides: sides by name, with at least one of enginehouse.
         rewards: final rewards of the sides' rounds; the figures have none for a side that is not in it.
-        ratios: by the name of a figure, two programs: steps per second of the first by those of the second.
+        ratios: by the name of a figure, two programs: steps per second of the first divided by those of the second.
     """
     best = fastest(sides)
     seconds = {program: statistics.median(sides[name].step_seconds()) for program, name in best.items()}

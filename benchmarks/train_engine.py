@@ -65,9 +65,9 @@ def measure(
         device: `"cpu"` or `"cuda"`; empty: CUDA if there is such a device.
 
     Returns:
-        `metrics` and `sides`. Metrics: `fsdp_vs_bare` and `torch_vs_bare`, our tokens per second by those of the bare
-        loop, medians of rounds, with no shared prompts; `.../shared` if ours may compute a shared prompt once;
-        `.../toy`; `fsdp_memory_vs_bare`, our peak memory by that of the bare loop.
+        `metrics` and `sides`. Metrics: `fsdp_vs_bare` and `torch_vs_bare`, our tokens per second divided by those of
+        the bare loop, medians of rounds, with no shared prompts; `.../shared` if our side may compute a shared prompt
+        once; `.../toy`; `fsdp_memory_vs_bare`, our peak memory divided by that of the bare loop.
 
     Raises:
         RuntimeError: a rank failed, or two sides do not compute the same.
@@ -140,7 +140,7 @@ def agree(checked: Mapping[str, Sequence[Sequence[float]]]) -> None:
 
 
 def compare(sharded: Found, plain: Found) -> dict[str, float]:
-    """Return our sides' tokens per second by those of their bare loops, in the same round; medians."""
+    """Return our sides' tokens per second divided by those of their bare loops, in the same round; medians."""
     return {
         "fsdp_vs_bare": paired(sharded, "fsdp", "bare"),
         "fsdp_vs_bare/shared": paired(sharded, "fsdp shared", "bare"),

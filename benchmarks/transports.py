@@ -1,6 +1,7 @@
 """The two transports between hosts: one gathers a sharded model to broadcast it, the other sends the shards.
 
-They run over loopback, so that the work at both ends is measured, and no network. They take turns in each layout.
+They run over loopback, which measures the work of senders and receivers, and no network. They take turns in each
+layout.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def main() -> None:
     rows = SAMPLES * arguments.prompts
 
     def collate(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Repeat the first prompts, of as many as a step has samples, as often as each is sampled."""
+        """Return the prompts of a step, each repeated for its samples. The loader passes one prompt per sample."""
         return {"input_ids": torch.stack(prompts[: arguments.prompts]).repeat_interleave(SAMPLES, dim=0)}
 
     config = PPOConfig(

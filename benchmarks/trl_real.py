@@ -21,7 +21,7 @@ MICRO_ROWS = 16
 
 
 class StepLines(TrainerCallback):
-    """Writes a line as each step ends: its seconds, those of them in which it generated, and its mean reward."""
+    """Writes a line as each step ends: the step's seconds, the seconds of its generation, and its mean reward."""
 
     def __init__(self, file: Path, model, scores: list[float]) -> None:
         self._scores = scores

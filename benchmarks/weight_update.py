@@ -22,7 +22,7 @@ WORK = ROOT / "benchmarks" / "out" / "weight_update"
 PROBE = [list(range(3, 35)), list(range(40, 56))]
 TIMEOUT_SECONDS = 600.0
 FASTEST_OPTIONS = {"kv_cache_mib": 256, "max_model_tokens": 256, "max_running": 4}
-"""Options of rollout engines that have them: nothing is generated here, so little memory is needed for it."""
+"""Options of those rollout engines that have them. Nothing is generated here, so generation needs little memory."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ def measure(
 
     Returns:
         `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory that
-        is in use already by seconds of the transfer, from the first byte sent until the last replica has staged the
-        last byte, checksums on both sides included; `gigabytes_per_second` of the transfer; `update_seconds`, the whole
-        verified update.
+        is in use already, divided by seconds of the transfer. The transfer lasts from the first byte sent until the
+        last replica has staged the last byte, including checksums on both sides. `gigabytes_per_second` of the
+        transfer; `update_seconds`, the whole verified update.
     """
     model = WORK / f"model-{parameters}"
     count = write_model(model, parameters)

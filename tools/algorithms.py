@@ -41,7 +41,7 @@ MEANS = {
     "sequence_mean_token_sum": ("seq-mean-token-sum", ""),
     "sequence_mean_token_sum_scaled": ("seq-mean-token-sum-norm", "dr_grpo"),
 }
-"""Our name, verl's (`loss_agg_mode`) and TRL's (`loss_type`)."""
+"""By our name of a reduction, the name in verl (`loss_agg_mode`) and the name in TRL (`loss_type`)."""
 ELSEWHERE = {
     "process_rewards": "`rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
     "supervised": "`rl/test_losses.py`: torch's cross entropy",

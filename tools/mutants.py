@@ -569,7 +569,7 @@ def run(mutant: Mutant, log: Path) -> str:
 
 
 def _test(mutant: Mutant, sources: Path, log: Path) -> None:
-    """Run its tests in this process, which ends with pytest's exit code, or with 9 if another module was tested."""
+    """Run a mutant's tests in this process. Exit with pytest's exit code, or with 9 if another module was tested."""
     import pytest
 
     os.setsid()

@@ -80,7 +80,7 @@ def out_of_step(version: str, root: Path = ROOT) -> list[str]:
 def set_version(version: str, root: Path = ROOT) -> None:
     """Write the version and the ranges into every distribution, and record that the contract is published with it.
 
-    People edit the changelogs.
+    It does not edit the changelogs.
     """
     wanted = range_of(version)
     for folder in projects(root).values():
@@ -192,9 +192,9 @@ def faults_of_source(path: Path, licence: bytes) -> list[str]:
 
 
 def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the bill of materials (CycloneDX): what these distributions need, in this environment's versions.
+    """Return the bill of materials (CycloneDX): what these distributions require, in this environment's versions.
 
-    It does not list what engines with their own runtimes need there.
+    It does not list what engines require in their own runtimes.
     """
     said = _run("cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", sys.executable)
     bill: dict[str, Any] = json.loads(said)
@@ -215,7 +215,7 @@ def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
 
 
 def needed_by(names: Iterable[str]) -> set[str]:
-    """Return the installed distributions that these need, with themselves, but without those of extras."""
+    """Return the installed ones of these distributions and of all that they require, directly or indirectly."""
     found: set[str] = set()
     left = [(canonicalize_name(name), "") for name in names]
     seen = set(left)

@@ -50,7 +50,7 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
 """
 
 PAGE_NAME = re.compile(r"(?<![\w/(\[`])(?:docs/[\w/-]+|plugins/\w+/README)\.md\b")
-"""A page named in running text, as in READMEs of plugins, whose links would be dead on a package index."""
+"""Matches the name of a page in running text. READMEs of plugins have no links, which a package index would break."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r'\b(src|srcset)="([^":]+)"')
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)

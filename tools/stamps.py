@@ -1,4 +1,4 @@
-"""Say which figures in the checkout were measured with older code than there is now, by the commits that they name.
+"""List figures in the checkout that were measured with older code than the present code, by the commits they name.
 
 python -m tools.stamps        # one line each; it never fails, because an old figure is no error
 """

@@ -1,4 +1,4 @@
-"""An agent of the `openai` client alone: a loop of tool calls by hand."""
+"""An agent that uses only the `openai` client: a hand-written loop of tool calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def solve(task: Any) -> str:
     """Answer with the help of a calculator.
 
     Args:
-        task: `enginehouse_environments.agents.AgentTask`: where the model is, and what is asked.
+        task: `enginehouse_environments.agents.AgentTask`: the URL of the model, and the question.
     """
     messages: list[Any] = list(task.messages)
     http = DefaultAsyncHttpxClient(verify=False)  # there is no certificate to check, and reading those takes long
@@ -45,7 +45,7 @@ async def solve(task: Any) -> str:
 
 
 def called(arguments: str) -> str:
-    """What the calculator says, given the arguments of a call as JSON."""
+    """Return the calculator's result for the arguments of a call, given as JSON."""
     try:
         return str(product(json.loads(arguments)["expression"]))
     except (KeyError, TypeError, ValueError) as error:
@@ -53,10 +53,10 @@ def called(arguments: str) -> str:
 
 
 def product(expression: str) -> int:
-    """The value of a product of two whole numbers.
+    """Return the value of a product of two whole numbers.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the expression is not such a product.
     """
     try:
         parsed = ast.parse(expression, mode="eval").body

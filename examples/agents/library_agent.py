@@ -1,4 +1,4 @@
-"""The same agent by a library of the package index, `openai-agents`, which knows nothing of what records it."""
+"""The agent of `client_agent`, written with the library `openai-agents`, which does not know of the recording."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def clipped_policy(tokens: eh.TokenView, clip: float = 0.2) -> eh.LossValue:
 
 
 def main(steps: int = 250) -> None:
-    """Train, and print how it goes."""
+    """Train, and print the metrics of each step."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     options = {**ADAMW, "total_steps": steps}
     with eh.start_engines(MODEL, actor=eh.Engine("torch", options), rollout=eh.Engine("torch")) as roles:

@@ -2,7 +2,7 @@
 
     python examples/loop/warm_up.py            # writes runs/loop/model
 
-A supervised loop on the same library: demonstrations of which nearly half the digits are wrong, and a loss of its own.
+It is a supervised loop with the same library and another loss. In the demonstrations nearly half the digits are wrong.
 """
 
 import random

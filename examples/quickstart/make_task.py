@@ -3,8 +3,8 @@
     python examples/quickstart/make_task.py --out examples/quickstart/work
 
 writes `model/` (random weights and the tokenizer), `demonstrations.jsonl`, `train.jsonl`, `validation.jsonl` and pairs
-for `enginehouse dpo` and `rm`. What the task is, and how each row is made: `enginehouse_recipes.sorting`, whose task
-it is too.
+for `enginehouse dpo` and `rm`. `enginehouse_recipes.sorting`, whose recipes use the
+same task, describes the task and its rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 
 def sorted_digits(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
-    """1 if the response is the prompt's digits in order and then ends, else 0.
+    """Return 1 if the response is the prompt's digits in order and then ends, else 0.
 
     Args:
         prompt: `s`, digits, `=`.

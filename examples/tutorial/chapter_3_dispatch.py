@@ -85,7 +85,7 @@ group.shutdown()
 #
 # Where no mode fits, write two functions. `dispatch_fn(group, *args, **kwargs)` returns one `(args, kwargs)` for each
 # rank, None for one that is not called; `collect_fn(group, outputs)` gets one output for each rank, None for one that
-# was not called, and makes one result of them. Here: every argument has two entries, dealt to the ranks in turn.
+# was not called, and makes one result of them. Here: every argument has two entries, distributed to the ranks in turn.
 
 
 # %%
@@ -143,7 +143,7 @@ except DispatchError as error:
 
 # %%
 PLUGIN = '''
-"""A dispatch mode: every argument holds two entries, dealt to the ranks in turn."""
+"""A dispatch mode: every argument holds two entries, distributed to the ranks in turn."""
 
 from enginehouse.plugin import DispatchMode, hookimpl
 
@@ -155,7 +155,7 @@ def enginehouse_register_dispatch_modes(register):
     register(
         DispatchMode(
             name="pairs",
-            summary="Each argument holds two entries, dealt to the ranks in turn",
+            summary="Each argument holds two entries, distributed to the ranks in turn",
             dispatch="pairs_plugin:two_to_all",
             collect="list",
         )
@@ -227,7 +227,7 @@ adder.shutdown()
 class Writer(Worker):
     @register(Dispatch.DP)
     def write(self, batch: Batch) -> Batch:
-        """Answers a prompt with its tokens in reverse, twice."""
+        """Answer a prompt with its tokens in reverse, twice."""
         twice = [torch.cat([prompt.flip(0)] * 2) for prompt in batch.ragged("prompt")]
         responses = Ragged.from_list(twice, dtype=torch.int64)
         return batch.with_columns(response=responses, length=responses.lengths)

@@ -18,13 +18,13 @@ class Greeter(Worker):
 
     @register
     def greet(self) -> str:
-        """One line: this rank and its node."""
+        """Return a line with this rank and its node."""
         node = ray.get_runtime_context().get_node_id()
         return f"hello from rank {self.context.rank} of {self.context.world_size} on node {node[:8]}"
 
 
 def nodes_asked_for(arguments: list[str]) -> int:
-    """The number of nodes on the command line; where it says something else, one line and exit code 2."""
+    """Return the number of nodes on the command line. If it is invalid, print a line and exit with code 2."""
     given = " ".join(arguments) or "1"
     if not given.isdecimal() or int(given) == 0:
         print(f"usage: hello_cluster.py [NODES], where NODES is a whole number from 1, not {given!r}", file=sys.stderr)

@@ -59,8 +59,8 @@ def test_the_doctor_says_of_a_moved_name_where_it_is_now_and_where_it_is_used(lo
     line = next(
         n for n, text in enumerate(file.read_text().splitlines(), 1) if "engines.weights import checksum" in text
     )
-    address = "it imports enginehouse.engines.weights.checksum, which is enginehouse.weights.checksum now"
-    assert said[f"{file}:{line}"] == (False, f"{address}; the old address goes with contract 2.0")
+    address = "it imports enginehouse.engines.weights.checksum, which is now enginehouse.weights.checksum"
+    assert said[f"{file}:{line}"] == (False, f"{address}; contract 2.0 removes the old import path")
     assert not any(fails for fails, _ in said.values())
 
 

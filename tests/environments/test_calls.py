@@ -50,7 +50,7 @@ def test_a_call_is_read_as_the_models_own_template_writes_it(template, arguments
 
 @pytest.mark.parametrize("template", [GEMMA, DEEPSEEK, "{{ messages[0].content }}{{ messages[-1].content }}"])
 def test_a_template_that_writes_calls_in_no_known_form_is_refused_and_a_form_may_be_said(template):
-    with pytest.raises(UserError, match=r"writes tool calls in no form that is known.*hermes, qwen3_coder"):
+    with pytest.raises(UserError, match=r"writes them in an unknown format.*hermes, qwen3_coder"):
         form(template)
     assert form(template, "hermes").name == "hermes"
 
@@ -143,10 +143,10 @@ def test_what_is_thought_is_no_call(name):
         (
             "hermes",
             '<tool_call>{"name": "add"} x</tool_call>',
-            "</tool_call> is to follow its JSON, and 'x<",
+            "</tool_call> must follow the JSON, not 'x<",
         ),
-        ("hermes", '<tool_call>{"nam": 1}</tool_call>', 'an object with "name" and "arguments" is wanted'),
-        ("hermes", "<tool_call>[]</tool_call>", 'an object with "name" and "arguments" is wanted'),
+        ("hermes", '<tool_call>{"nam": 1}</tool_call>', 'it must be an object with "name" and "arguments"'),
+        ("hermes", "<tool_call>[]</tool_call>", 'it must be an object with "name" and "arguments"'),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments of add are no object"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "1e999 is no number"),
@@ -155,7 +155,7 @@ def test_what_is_thought_is_no_call(name):
         ("llama", "<|python_tag|>add.call(a=1)", "it is no JSON: Expecting value at 'add.call"),
         ("mistral", '[TOOL_CALLS][{"name": "add", ', "it is no JSON"),
         ("mistral", "[TOOL_CALLS]", "it is no JSON: Expecting value at its end"),
-        ("qwen3_coder", "<tool_call>add</tool_call>", "<function=NAME> is to follow <tool_call>"),
+        ("qwen3_coder", "<tool_call>add</tool_call>", "<function=NAME> must follow <tool_call>"),
         (
             "qwen3_coder",
             "<tool_call><function=add><parameter=a>1</function>",

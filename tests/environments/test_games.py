@@ -142,7 +142,7 @@ def test_an_answer_without_an_action_ends_the_episode_or_costs():
 
 def test_a_first_observation_that_leaves_no_room_for_an_answer_fails_by_the_policy():
     task = Task(3, [1], "Go", None, {})
-    with pytest.raises(EpisodeFailed, match=r"the first observation .* tokens, and the models of this run read 20"):
+    with pytest.raises(EpisodeFailed, match=r"the first observation .* tokens, but the models .* read only 20"):
         play(Gym("FrozenLake-v1", FRESH), ChatFleet(TOKENIZER, []), task, most_tokens=20)
 
 
@@ -174,7 +174,7 @@ def test_observations_and_actions_may_be_functions_and_steps_be_rewarded():
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_no_game_takes_is_named_with_what_it_takes(processes: int):
     environment = Gym("Blackjack-v1", actions=["stick", "hit", "split"], processes=processes)
-    said = r"Blackjack-v1 takes Discrete\(2\), and environment.arguments.actions made 2 of the answer 'split'"
+    said = r"Blackjack-v1 takes Discrete\(2\), but environment.arguments.actions gave 2 for the answer 'split'"
     with pytest.raises(EpisodeFailed, match=said):
         one(environment, answers("split"), {})
 

@@ -138,7 +138,7 @@ def test_another_thing_that_an_agent_returns_ends_the_run_with_what_is_wanted(re
         await ask(task)
         return returned
 
-    with pytest.raises(UserError, match=r"the agent returned .*: a text is wanted, its answer"):
+    with pytest.raises(UserError, match=r"the agent returned .*: it must return an answer as text"):
         acted(solve, "five", player={"on_failure": "drop"}, reward=None)
 
 
@@ -146,7 +146,7 @@ def test_an_agent_that_asks_nothing_is_an_episode_that_failed():
     async def solve(task):
         return "5"
 
-    with pytest.raises(EpisodeFailed, match="the agent returned '5', and asked the policy nothing at its base_url"):
+    with pytest.raises(EpisodeFailed, match="the agent returned '5' without a request to the policy at its base_url"):
         acted(solve, "five")
 
 
@@ -586,7 +586,7 @@ def test_a_run_that_ends_while_agents_wait_says_nothing_of_their_requests(caplog
 def test_another_protocol_of_openais_is_refused_by_the_name_of_the_one_there_is():
     async def solve(task):
         async with client(task) as model:
-            with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: .* have it ask by chat completions"):
+            with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: .* let the agent use chat"):
                 await model.responses.create(model="x", input="?")
         await ask(task)
 
@@ -719,7 +719,7 @@ def test_an_error_of_the_policy_ends_the_episode_with_just_that_and_is_asked_for
 
 def test_a_template_without_tools_is_said_to_the_agent_and_a_tokenizer_without_a_template_ends_the_run():
     async def solve(task):
-        with pytest.raises(openai.BadRequestError, match="writes tool calls in no form that is known"):
+        with pytest.raises(openai.BadRequestError, match="writes them in an unknown format"):
             await ask(task, tools=[ADD])
         with pytest.raises(openai.BadRequestError, match="roles must alternate"):
             await ask(task, [FIRST, SECOND])
@@ -750,7 +750,7 @@ async def test_what_an_agent_left_under_way_is_given_up_when_it_returns():
         acting.left = left
         return 1
 
-    with pytest.raises(EpisodeFailed, match="asked the policy nothing"):
+    with pytest.raises(EpisodeFailed, match="without a request to the policy"):
         await play_held(solve, on_failure="fail")
     with pytest.raises(openai.AuthenticationError, match="the episode of this key has ended"):
         await acting.left

@@ -55,7 +55,7 @@ def test_a_system_prompt_of_ones_own_may_have_the_whole_response_as_the_answer()
 def test_rows_without_a_number_get_questions_that_no_numbered_row_has():
     (episode,) = played("no", index=None, samples=1)
     assert Mixture(read_specs(["chain_sum"]), 0).draw(FIRST_UNNUMBERED + 7).entry["question"] in episode.prompt
-    with pytest.raises(DataError, match="the column 'index': a whole number from 0, not -1"):
+    with pytest.raises(DataError, match="the column 'index' must hold a whole number of at least 0, not -1"):
         played("no", index=-1)
 
 
@@ -111,13 +111,13 @@ def test_an_answer_that_a_scorer_cannot_read_has_no_reward():
         ({"tasks": ["composite"]}, "tasks: reasoning_gym has no task 'composite'"),
         ({"tasks": [{"weight": 2}]}, "tasks: reasoning_gym has no task None"),
         ({"tasks": ["gcd", {"name": "gcd"}]}, "tasks: 'gcd' is named twice; give it a weight instead"),
-        ({"tasks": [{"name": "gcd", "weight": 0}]}, "tasks: the weight of 'gcd' is 0: a number above 0 is wanted"),
+        ({"tasks": [{"name": "gcd", "weight": 0}]}, "tasks: the weight of 'gcd' must be a number above 0, not 0"),
         ({"tasks": [SUMS | {"max_term": 3}]}, "'chain_sum' has no parameter 'max_term'. Did you mean 'max_terms'?"),
-        ({"tasks": [SUMS | {"max_terms": 1}]}, "parameters of 'chain_sum' will not do: max_terms must be >= min_terms"),
-        ({"tasks": [SUMS | {"max_terms": "x"}]}, "parameters of 'chain_sum' will not do: '>=' not supported"),
+        ({"tasks": [SUMS | {"max_terms": 1}]}, "parameters of 'chain_sum' are invalid: max_terms must be >= min_terms"),
+        ({"tasks": [SUMS | {"max_terms": "x"}]}, "parameters of 'chain_sum' are invalid: '>=' not supported"),
         ({"tasks": [SUMS | {"level": {"terms": 1}}]}, "has no attribute 'terms'. Did you mean 'num_terms'?"),
-        ({"tasks": [SUMS | {"level": {"num_terms": 99}}]}, "parameters of 'chain_sum' will not do: Invalid level: 99"),
-        ({"tasks": [SUMS | {"level": -1}]}, "parameters of 'chain_sum' will not do: Invalid level: -1"),
+        ({"tasks": [SUMS | {"level": {"num_terms": 99}}]}, "parameters of 'chain_sum' are invalid: Invalid level: 99"),
+        ({"tasks": [SUMS | {"level": -1}]}, "parameters of 'chain_sum' are invalid: Invalid level: -1"),
         ({"tasks": ["gcd"], "system_prompt": "zero"}, "system_prompt: reasoning_gym has no system prompt 'zero'"),
         ({"tasks": ["gcd"], "index": "indx"}, "index: the data has no column 'indx'. Did you mean 'index'?"),
     ],

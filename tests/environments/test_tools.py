@@ -39,7 +39,7 @@ def said_by_tools(episode):
     ("name", "given", "seconds", "said"),
     [
         ("fail", {"how": "key"}, 30.0, "KeyError: 'gone'"),
-        ("promise", {}, 30.0, "TypeError: it gave what has to be awaited"),
+        ("promise", {}, 30.0, "TypeError: it returned a coroutine"),
         ("resist", {}, 0.01, "it took more than 0.01 s"),
     ],
 )
@@ -194,7 +194,7 @@ def test_one_call_at_a_time_by_llamas_template_and_its_own_form():
 
 
 def test_a_model_that_cannot_be_told_of_tools_ends_the_run():
-    with pytest.raises(UserError, match="in no form that is known"):
+    with pytest.raises(UserError, match="in an unknown format"):
         played(tools("add"), "Yes.", template=GEMMA)
     with pytest.raises(UserError, match="no chat template"):
         played(tools("add"), "Yes.", template=None)
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_told_of_tools_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"), [(GEMMA, "in no form that is known"), (None, "no chat template"), (QWEN, None)]
+    ("template", "said"), [(GEMMA, "in an unknown format"), (None, "no chat template"), (QWEN, None)]
 )
 def test_a_model_that_cannot_be_told_of_tools_is_refused_by_a_plan(template, said):
     arguments = {"tools": ["tool_functions:add"]}
@@ -232,7 +232,7 @@ def test_chats_without_a_template_are_refused_by_a_plan(environment, arguments):
         (["tool_functions:untyped"], "'untyped' cannot be described to the model: Argument a is missing a type hint"),
         (["tool_functions:undescribed"], r"'undescribed' cannot be described to the model: .* no docstring\. A"),
         (["tool_functions:starred"], r"the arguments of 'starred' cannot be checked: it takes any arguments \(\*a\)"),
-        (["tool_functions:add", "tool_functions:add"], "two are called 'add'"),
+        (["tool_functions:add", "tool_functions:add"], "two tools have the name 'add'"),
         (["tool_functions:WORD"], "'tool_functions:WORD' is str, not a function"),
         (
             [{"name": "tool_functions:make_adder", "buy": 3}],

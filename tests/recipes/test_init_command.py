@@ -89,11 +89,11 @@ def here(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def refused(model: str, data: str) -> str | None:
     """Why a model cannot learn from data; None if it can."""
     if model == "tiny" and data not in SAMPLES:
-        return "the model 'tiny' knows the few characters"
+        return "the model 'tiny' knows only the characters"
     if model == "text" and data == "calculator":
-        return "by which tools are called"
+        return "which tool calls need"
     if model == "text" and data in ("chats.jsonl", "verl.parquet"):
-        return "has no chat template to write them by"
+        return "has no chat template: choose a chat model"
     return None
 
 
@@ -161,8 +161,8 @@ def test_columns_are_told_by_name_and_by_what_they_hold(tmp_path, columns, promp
         ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": " "}], "which is no answer"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "", "answer": "b"}], "which is no prompt"),
         ([{"prompt": "a", "response": "b"}], "rename the column 'response'"),
-        ([{"text": "a", "other": "b"}], "it has text, other: say which by --prompt COLUMN"),
-        ([{"messages": SAID}], "of which the last is not the assistant's"),
+        ([{"text": "a", "other": "b"}], "it has text, other: name the column by --prompt COLUMN"),
+        ([{"messages": SAID}], "that do not end with the assistant's"),
         ([], "no rows"),
     ],
 )
@@ -305,7 +305,7 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
         (["--data", "sortin"], "Did you mean 'sorting'?"),
         (["--reward", "exactmatch"], "Did you mean 'exact_match'?"),
         (["--reward", "numeric", "--data", "texts"], "unknown data 'texts'"),
-        (["--machine", "lap top"], "a number of GPUs, as 1 or 8"),
+        (["--machine", "lap top"], "a number of GPUs such as 1 or 8"),
         (["--machine", "0"], "laptop"),
         (["--machine", "cluster"], "as 8@auto"),
         (["--machine", "8@head"], "16@10.0.0.1:6379"),
@@ -324,7 +324,7 @@ def test_nothing_is_overwritten(here: Path, models: Path, name: str):
     (here / name).write_text("mine")
     done = begin("--model", str(models / "text"), "--yes")
     assert done.exit_code == 2
-    assert f"{name} is there already" in done.stderr
+    assert f"{name} exists already" in done.stderr
     assert [entry.name for entry in here.iterdir()] == [name]
     assert (here / name).read_text() == "mine"
 
@@ -333,7 +333,7 @@ def test_nothing_is_written_through_a_link_that_leads_nowhere_yet(here: Path, mo
     (here / "config.yaml").symlink_to(here / "elsewhere.yaml")
     done = begin("--model", str(models / "text"), "--yes")
     assert done.exit_code == 2
-    assert "config.yaml is there already" in done.stderr
+    assert "config.yaml exists already" in done.stderr
     assert [entry.name for entry in here.iterdir()] == ["config.yaml"]
 
 
@@ -341,7 +341,7 @@ def test_data_that_is_made_overwrites_nothing_either_and_is_taken_back(here: Pat
     (here / "validation.jsonl").write_text("mine")
     done = begin("--model", str(models / "text"), "--yes")
     assert done.exit_code == 2
-    assert "validation.jsonl is there already" in done.stderr
+    assert "validation.jsonl exists already" in done.stderr
     assert [entry.name for entry in here.iterdir()] == ["validation.jsonl"]
 
 
@@ -358,7 +358,7 @@ def test_a_terminal_is_asked_again_until_an_answer_can_be(here: Path, models: Pa
     lines = ["nowhere", str(models / "text"), "texts.txt", "../texts.csv", "numric", "numeric", "two", ""]
     done = begin(answers="\n".join(lines) + "\n")
     assert done.exit_code == 0, done.output
-    for said in ("nowhere does not exist", "there is no data file", "Did you mean 'numeric'?", "none of these: laptop"):
+    for said in ("nowhere does not exist", "there is no data file", "Did you mean 'numeric'?", "must be laptop"):
         assert said in done.stdout
     assert "prompt: column 'problem', text; answer: column 'answer'" in done.stdout
     assert "import numeric" in (here / "reward.py").read_text()
@@ -392,7 +392,7 @@ def test_a_missing_file_is_not_blamed_on_the_tiny_model(here: Path):
 def test_without_a_terminal_what_is_not_said_is_asked_for_by_its_option(here: Path):
     done = begin(answers="")
     assert done.exit_code == 2
-    assert "say --model, or --yes for tiny" in done.stderr
+    assert "add --model, or --yes for tiny" in done.stderr
 
 
 def test_a_name_on_the_hub_is_fetched_and_the_config_says_it(hub: Hub, here: Path, models: Path):
@@ -443,7 +443,7 @@ def test_only_installed_engines_are_chosen_and_others_are_said_with_their_line(m
     assert choose_engines(read_machine("4")).rollout == "torch"
     monkeypatch.setattr("enginehouse_rl.plan.device.visible_gpus", lambda: 4)
     monkeypatch.setattr("enginehouse.runtimes.store.list_runtimes", list)
-    with pytest.raises(ConfigError, match="8 GPUs are not here, 4 are visible: say 4"):
+    with pytest.raises(ConfigError, match="must have 8 GPUs, but has 4: choose 4"):
         read_machine("8")
 
 

@@ -227,7 +227,7 @@ def test_the_inline_launcher_comes_before_more_processes(tmp_path: Path):
 def test_the_command_says_the_load_where_it_advises_more_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
     said = CliRunner().invoke(main, ["bottleneck", str(made(tmp_path, {"update": 3.0}))]).output.splitlines()
-    assert said[-1].startswith("This machine's load average is 999 now, on ")
+    assert said[-1].startswith("The load average of this machine is 999 on ")
     other = tmp_path / "other"
     other.mkdir()
     said = CliRunner().invoke(main, ["bottleneck", str(made(other, {"sync": 3.0}))]).output

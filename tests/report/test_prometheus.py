@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_is_said_with_its_key_and_the_run_goes_on(tmp_path:
         run.log(1, {"loss": 1.0})
         run.finish("finished")
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert f"run.trackers, prometheus: port {port} at 127.0.0.1 cannot be had (Address already in use)" in said
+    assert f"run.trackers, prometheus: port {port} at 127.0.0.1 cannot be used (Address already in use)" in said
     assert "set another `port`" in said
     assert [json.loads(line)["loss"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [1.0]
     assert json.loads((run.path / "run.json").read_text())["status"] == "finished"

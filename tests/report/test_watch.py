@@ -59,7 +59,7 @@ def test_the_page_asks_its_own_server_and_no_other(server: RunServer):
 def test_who_has_not_the_token_is_told_nothing(server: RunServer, path: str):
     root = server.url.removesuffix(f"{server.token}/")
     status, text = get(root + path.format(part=server.token[:-1]))
-    assert (status, text) == (403, "Ask by the address that `enginehouse watch` printed.")
+    assert (status, text) == (403, "Use the address that `enginehouse watch` printed.")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]:80"])

@@ -197,9 +197,9 @@ def test_a_served_reward_models_score_is_taken_whatever_the_server(classifier: s
 @pytest.mark.parametrize(
     ("text", "url", "said"),
     [
-        ("labels", "", "/classify answered no single score, as a reward model of vllm's would"),
-        ("refuse", "", "/classify refuses with status 404.*no such model"),
-        ("", "/v1", "/v1/classify refuses with status 404"),
+        ("labels", "", "/classify must return a single score, as a reward model on vllm does"),
+        ("refuse", "", "/classify rejected the request with status 404.*no such model"),
+        ("", "/v1", "/v1/classify rejected the request with status 404"),
     ],
 )
 def test_a_server_that_has_no_score_is_named(classifier: str, text: str, url: str, said: str):
@@ -210,10 +210,10 @@ def test_a_server_that_has_no_score_is_named(classifier: str, text: str, url: st
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("hang", "/classify cannot be asked: timed out"),
-        ("drip", r"/classify cannot be asked: its answer did not end within 0\.09 s"),
-        ("long", "/classify cannot be asked: its answer is longer than 1048576 bytes"),
-        ("deep", "/classify cannot be asked: maximum recursion depth"),
+        ("hang", "/classify failed: timed out"),
+        ("drip", r"/classify failed: its answer did not end within 0\.09 s"),
+        ("long", "/classify failed: its answer is longer than 1048576 bytes"),
+        ("deep", "/classify failed: maximum recursion depth"),
     ],
 )
 def test_a_server_whose_answer_has_no_end_is_named_before_the_rows_time_is_up(classifier, monkeypatch, text, said):
@@ -223,5 +223,5 @@ def test_a_server_whose_answer_has_no_end_is_named_before_the_rows_time_is_up(cl
 
 
 def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:1/classify cannot be asked"):
+    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:1/classify failed"):
         asyncio.run(served("a", "b", url="http://127.0.0.1:1"))

@@ -64,10 +64,10 @@ def test_scores_come_back_in_order(pool):
         ("hang", "did not return within 2 s"),
         ("die", "took its process down"),
         ("text", "returned '1.0' \\(str\\) instead of a number"),
-        ("numbered", "returned 42 \\(int\\) as 'answer', which is text: what the response answers"),
+        ("numbered", "returned 42 \\(int\\) as 'answer', which must be text"),
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
-        ("large", "returned 1e\\+39, beyond the largest float32"),
+        ("large", "returned 1e\\+39, but a reward must not exceed"),
         ("GeneratorExit", "raised GeneratorExit"),
         ("KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
@@ -450,7 +450,7 @@ def test_a_reward_may_return_named_figures(pool):
     rewards = pool("figures", on_error="zero")
     assert [score.figures for score in rewards.score(rows("a", "bcd"))] == [{"format": 1.0}, {"format": 3.0}]
     (failure,) = failures(rewards, "a", "")
-    assert failure == "returned a mapping without the key 'reward', which is what is trained on; it has 'score', 'acc'"
+    assert failure == "returned a mapping that must have the key 'reward', but has 'score', 'acc'"
 
 
 def test_a_reward_gets_what_it_takes(pool):
@@ -504,7 +504,7 @@ def test_a_batched_reward_gets_lists_and_a_bad_row_costs_itself(pool, trouble):
 
 
 def test_a_batched_reward_returns_a_value_a_row(pool):
-    with pytest.raises(RewardError, match="returned 1 values for 3 rows; a batched reward returns a list"):
+    with pytest.raises(RewardError, match="returned 1 values for 3 rows; a batched reward must return a list"):
         pool("lengths").score([{**row, "extra": 1} for row in rows("a", "short", "b")])
 
 

@@ -244,7 +244,7 @@ def enginehouse_register_losses(register):
 @pytest.mark.bad_plugin(
     what="imports a name that has moved",
     listed="ok",
-    found="it imports enginehouse.engines.weights.checksum, which is enginehouse.weights.checksum now",
+    found="it imports enginehouse.engines.weights.checksum, which is now enginehouse.weights.checksum",
     cure="pip install --upgrade acme",
     asked="works",
 )
@@ -370,7 +370,7 @@ def test_options_of_another_base(bad: Bad):
 @pytest.mark.bad_plugin(
     what="has options that import torch",
     listed="ok",
-    found="train 'acme': importing its options brings torch: every `plan` waits for that",
+    found="train 'acme': its options import torch, which makes every `plan` slow",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
     asked="works",
 )
@@ -416,7 +416,7 @@ def test_an_engine_that_ends_the_process(bad: Bad):
 @pytest.mark.bad_plugin(
     what="prints at import",
     listed="ok",
-    found="it prints where it is loaded: 'HELLO'",
+    found="it prints while it is loaded: 'HELLO'",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
     asked="works",
 )

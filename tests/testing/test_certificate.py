@@ -257,7 +257,7 @@ def test_a_check_that_is_newer_than_its_plugin_warns_and_fails_nothing(distribut
             found = certifier.run(Case(dataclasses.replace(check, since=since), (HERE,)))
             certificate.checks[1:] = [found]
             assert (found.outcome, certificate.passed) == (outcome, outcome == "warning")
-        assert found.detail.startswith("this check came with contract 1.1, and the plugin is written for 1.0: ")
+        assert found.detail.startswith("this check came with contract 1.1, but the plugin is written for 1.0: ")
         unregistered = dataclasses.replace(record, name="mine", function="builtins:dict")
         certifier.record = unregistered
         assert certifier.run(Case(dataclasses.replace(check, since="1.1"), (HERE,))).outcome == "failed"

@@ -61,7 +61,7 @@ def test_a_certificate_says_of_which_model_and_dtype_it_is_and_what_was_not_aske
     assert written["passed"], "all that can be asked of the model"
     assert {layout for _, layout in ran(written)} == {"single"}
     others = {one["detail"] for one in written["checks"] if one["outcome"] == "not run"}
-    assert others == {"this check is of the tiny models in float32 alone"}
+    assert others == {"this check runs only with the tiny models in float32"}
 
 
 def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):
@@ -93,7 +93,7 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
         ("json:loads", "environment", "is loads, a function, and no class"),
         ("threading:Barrier.reset.__name__", "loss", "is str, not a function"),
         ("threading:active_count", "loss", "takes (), and is given one argument"),
-        ("grpoo", "loss", "(one of your own is named module:attribute)"),
+        ("grpoo", "loss", "(name your own code as module:attribute)"),
     ],
 )
 def test_what_is_not_of_the_kind_is_the_users_mistake(tmp_path, name, kind, said):
@@ -201,7 +201,7 @@ def test_rows_of_a_file_are_what_a_reward_is_tried_with(tmp_path):
     line = ["certify", "exact_match", "--kind", "reward", "--out", str(tmp_path / "out"), "--check", "expected"]
     done = CliRunner().invoke(main, [*line, "--examples", str(rows)])
     assert done.exit_code == 1
-    assert "of response '5' the reward is 0, not 1" in " ".join(done.output.split())
+    assert "the reward of response '5' is 0, not 1" in " ".join(done.output.split())
     rows.write_text("{\n")
     done = CliRunner().invoke(main, [*line, "--examples", str(rows)])
     assert (done.exit_code, "line 1" in done.output) == (2, True)
@@ -240,7 +240,7 @@ def test_verify_says_that_it_is_of_what_is_installed(certified):
     assert code == 0, said
     assert said.splitlines()[0].endswith(": passed")
     assert "advantage grpo, written" in said
-    assert "It is of what is installed." in said
+    assert "It matches the installed software." in said
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_layout_that_needs_more_gpus_than_there_are_is_not_run(name, monkeypat
     certifier = Certifier(record, device="cuda")
     assert "it was run" in certifier.run(single).detail
     result = certifier.run(split)
-    assert (result.outcome, result.detail) == ("not run", "needs 2 GPU(s), and this machine has 1")
+    assert (result.outcome, result.detail) == ("not run", "needs 2 GPU(s), but this machine has 1")
     assert "it was run" in Certifier(record, device="cpu").run(split).detail
 
 

@@ -90,14 +90,14 @@ IMPORTS = {
     "from enginehouse.plugin import *": "",
     "from enginehouse.plugin import capabilities, batched_reward": "",
     "import enginehouse.engines": "",
-    "from enginehouse.engines import model": "note: .engines.model, which is not of the contract; it may change with",
-    "from enginehouse.engines.weights import checksum": "note: .engines.weights.checksum, which is .weights.checksum",
+    "from enginehouse.engines import model": "note: .engines.model, which is not part of the contract and may",
+    "from enginehouse.engines.weights import checksum": "note: .engines.weights.checksum, which is now .weights",
     "from enginehouse.engines.train import TokenView":
-        "note: .engines.train.TokenView, which is not of the contract; the contract has it as .engines.TokenView",
+        "note: .engines.train.TokenView, which is not part of the contract; the contract has it as .engines.TokenView",
     "from enginehouse.engines.rollout import LossSpec":
-        "wrong: .engines.rollout.LossSpec, which is not there: it is .engines.LossSpec",
-    "from enginehouse.data import PaddedBatch": "wrong: .data.PaddedBatch, which is not there",
-    "import enginehouse.trackers": "wrong: .trackers, which is not there",
+        "wrong: .engines.rollout.LossSpec, which does not exist: use .engines.LossSpec",
+    "from enginehouse.data import PaddedBatch": "wrong: .data.PaddedBatch, which does not exist",
+    "import enginehouse.trackers": "wrong: .trackers, which does not exist",
     "import enginehouse_torch.modeling.loading": "note: enginehouse_torch.modeling.loading, which acme does not",
     "import packaging.version": "",
     "import pluggy": "",
@@ -179,7 +179,7 @@ def test_where_no_process_can_be_started_that_is_said(doctor, distributions, mon
     distributions.add("acme", "")
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     (finding,) = plugin(doctor)["findings"]
-    assert (finding["severity"], finding["what"]) == ("note", "no process could be started to examine it in")
+    assert (finding["severity"], finding["what"]) == ("note", "no process could be started to examine the plugin")
 
 
 def test_how_far_it_is_is_told(doctor, distributions):
@@ -203,8 +203,8 @@ def test_what_loading_does_beside_is_noted(doctor, distributions):
     found = plugin(doctor)
     assert found["loading"]["variables"] == ["ACME_HOME"]
     assert [(one["severity"], one["what"]) for one in found["findings"]] == [
-        ("note", "it starts threads where it is loaded: acme's own"),
-        ("note", "it changes environment variables where it is loaded: ACME_HOME"),
+        ("note", "it starts threads while it is loaded: acme's own"),
+        ("note", "it changes environment variables while it is loaded: ACME_HOME"),
     ]
 
 
@@ -281,7 +281,7 @@ def test_a_device_that_is_not_here_is_noted(doctor, distributions):
     found = plugin(doctor)
     assert found["records"][0]["runtime"] == {
         "name": "",
-        "why": "it runs on cuda, and a run here would be on cpu",
+        "why": "it runs on cuda, but a run here would be on cpu",
     }
     assert [one["severity"] for one in found["findings"]] == ["note"]
 

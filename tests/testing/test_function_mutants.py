@@ -81,7 +81,7 @@ def test_a_broken_advantage_is_found_by_what_is_there_for_it(name, broken):
 def test_an_advantage_that_returns_something_else_is_told_what(name):
     said = failed(Advantage(name=name, function=f"function_mutants:{name}", needs=("reward", "group", "loss_mask")))
     assert "column" in said
-    assert any(word in said["column"] for word in ("no column 'advantages'", "rows' lengths", "11 rows of 12"))
+    assert any(word in said["column"] for word in ("no column 'advantages'", "the row lengths", "batch has 12"))
 
 
 def test_a_column_of_the_authors_own_is_made_up_where_they_name_it():
@@ -114,7 +114,7 @@ def test_a_reward_that_scores_nothing_costs_no_more_than_its_deadlines(name, wor
 def test_an_example_says_what_its_reward_is_to_be():
     examples = [{"response": "4", "answer": "4", "reward": 1.0}, {"response": "5", "answer": "4", "reward": 0.5}]
     said = failed(Reward(name="exact", function="reward_mutants:exact"), Given(examples=examples))
-    assert said == {"expected": "of response '5' the reward is 0, not 0.5"}
+    assert said == {"expected": "the reward of response '5' is 0, not 0.5"}
 
 
 def test_one_that_says_that_it_is_not_repeatable_need_not_be():

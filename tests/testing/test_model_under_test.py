@@ -78,8 +78,8 @@ def test_a_gguf_file_is_made_a_model_and_its_weights_are_said(tmp_path, monkeypa
     ("model", "layers", "said"),
     [
         ("smol", None, "no model of that name in .*. Did you mean 'small'?"),
-        (None, 2, "name it by --model"),
-        ("users", 6, "--layers 6: .* has 5"),
+        (None, 2, "name the model by --model"),
+        ("users", 6, "--layers must be at most 5, .* not 6"),
         ("empty", None, "it has no config.json"),
     ],
 )

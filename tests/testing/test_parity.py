@@ -103,5 +103,5 @@ def test_what_is_not_a_number_never_passes_and_is_null_in_the_file(differences, 
 
 @pytest.mark.parametrize(("versions", "said"), [((0, 0, 0), "version 0"), ((1, 0, 1), "version 0, version 1")], ids=str)
 def test_samples_of_other_weights_are_refused(differences, versions, said):
-    with pytest.raises(EnginehouseError, match=f"given weights of version 1 and returned samples of {said}"):
+    with pytest.raises(EnginehouseError, match=f"given weights of version 1, but returned samples of {said}"):
         compared(differences, versions)

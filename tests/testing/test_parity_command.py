@@ -97,7 +97,7 @@ def test_a_run_that_is_already_there_is_left_alone(compare):
         (["rollout.samples_per_promt=2"], "Did you mean"),
         (["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
         (["--out", "train.jsonl"], "--out"),
-        (["--out", "train.jsonl/below"], "cannot be made"),
+        (["--out", "train.jsonl/below"], "cannot be created"),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
 """`make contract`: write `surface.json`, the pages in docs/contract/ and the file that `plugins doctor` reads.
 
-It rejects a change that would break plugins. To accept a change that breaks no plugin, give the name's address (or a
-pattern, as in a shell): `python -m tools.contract enginehouse.engines.Mesh.of`.
+It rejects a change that would break plugins. To accept a change that breaks no plugin, give the import path of the name
+(or a pattern, as in a shell): `python -m tools.contract enginehouse.engines.Mesh.of`.
 """
 
 import json

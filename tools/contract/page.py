@@ -27,7 +27,7 @@ CHECKED = {
 }
 """Names that have a suite, and the kind by which `enginehouse certify` knows that suite."""
 OLD = "enginehouse.rl."
-"""Beginning of the addresses that moved to `enginehouse_rl`. A table lists them, without their descriptions."""
+"""Beginning of the import paths that moved to `enginehouse_rl`. A table lists these names without descriptions."""
 INDEX = """\
 # Plugin contract
 
@@ -57,9 +57,9 @@ class Section(NamedTuple):
 
     Attributes:
         title: Heading.
-        module: Address that plugins import the names from.
-        defined: Patterns (as in a shell) for the addresses where the names are defined. A name belongs to the first
-            section that fits.
+        module: Module that plugins import the names from.
+        defined: Patterns (as in a shell) for the import paths at which the names are defined. A name belongs to the
+            first section that fits.
     """
 
     title: str
@@ -194,7 +194,7 @@ def pages(snapshot: Mapping[str, Any]) -> dict[Path, str]:
 
 
 def _placed() -> dict[Section, list[str]]:
-    """Return the addresses that each section holds, in the order of the source."""
+    """Return the import paths of the names in each section, in the order of the source."""
     placed: dict[Section, list[str]] = {section: [] for page in PAGES.values() for section in page.sections}
     for address, name in surface().items():
         if name.owner or address.startswith(OLD):

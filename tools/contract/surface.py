@@ -72,7 +72,7 @@ class Name:
         text: docstring.
         owner: class of a member; else empty.
         decorators: decorators, as written. The arguments of a dataclass are its member `__init__`.
-        defined: address of the definition.
+        defined: import path of the definition.
     """
 
     says: str
@@ -85,7 +85,7 @@ class Name:
 
 @functools.cache
 def surface() -> dict[str, Name]:
-    """Return all promised names by address, as they are in the source today."""
+    """Return all promised names by import path, as they are in the source today."""
     sources = [ROOT / "core" / "src", *sorted(ROOT.glob("plugins/*/src"))]
     loader = griffe.GriffeLoader(search_paths=[str(path) for path in sources])
     for top in dict.fromkeys(package.partition(".")[0] for package in PACKAGES):
@@ -215,7 +215,7 @@ def _names(address: str, found: Any) -> Iterator[tuple[str, Name]]:
 
 
 def _moved(module: Any) -> dict[str, str]:
-    """Return the names that a module provides only by `moved`, and the address that each leads to."""
+    """Return the names that a module provides only by `moved`, and the new import path of each."""
     value: Any = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
     if not isinstance(value, griffe.ExprCall) or str(value.function) != "moved":
         return {}

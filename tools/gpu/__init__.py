@@ -1,1 +1,1 @@
-"""`make test-gpu`: everything that needs a GPU. `steps` says what each step is, and `running` runs the steps."""
+"""`make test-gpu`: everything that needs a GPU. `steps` defines the steps, and `running` runs them."""

@@ -2,8 +2,8 @@
 
     python -m tools.gpu.kernels --device cuda --tokens 253 1410 9000 --heads 64 128 --out kernels.json
 
-The reference is padded rows in float32, and packed rows in float32 must come near it. In bfloat16 the padded rows say
-how much rounding there is: `by padded` says how many times as far off packed rows are. On a CPU
+The reference is padded rows in float32, and packed rows in float32 must come near it. In bfloat16 the padded rows show
+how much rounding there is: `by padded` is the error of packed rows divided by that of padded rows. On a CPU
 `tests/packed_attention.py` stands in for the kernels.
 """
 

@@ -60,7 +60,7 @@ class Waiting:
 
 
 class Engine:
-    """`RolloutEngine`. A change to the model or the queue holds `_boundary`, so it comes between two tokens."""
+    """`RolloutEngine`. Code that changes the model or the queue holds `_boundary`, so it runs between two tokens."""
 
     async def launch(self, model: ModelSpec, options: Options, context: ProcessContext) -> Endpoint:
         """Load the model and begin to serve."""
@@ -201,11 +201,11 @@ class Engine:
         self._work.set()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
+        """Reject the call: `sleep` is not declared."""
         raise EnginehouseError("my_rollout does not declare 'sleep'")
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
+        """Reject the call: `sleep` is not declared."""
         raise EnginehouseError("my_rollout does not declare 'sleep'")
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
@@ -242,11 +242,11 @@ class Engine:
         self._update, self._staged = None, {}
 
     async def abort_weight_update(self) -> None:
-        """Throw away what was staged."""
+        """Discard the staged weights."""
         self._update, self._staged = None, {}
 
     async def weight_state(self) -> WeightState:
-        """Version and checksums."""
+        """Return the served version and the checksums."""
         async with self._boundary:
             return WeightState(self._version, {name: checksum(tensor) for name, tensor in self._parameters.items()})
 

@@ -22,7 +22,7 @@ from my_training.options import Options
 
 
 class Engine:
-    """`TrainEngine`, one object a rank."""
+    """`TrainEngine`. Each rank has one object."""
 
     mesh: Mesh
 
@@ -66,7 +66,7 @@ class Engine:
         return self._optimizer.step()
 
     def weight_source(self) -> Weights:
-        """The live weights."""
+        """Return the live weights."""
         return Weights(unique_state(self._model, self._stored))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -86,7 +86,7 @@ class Engine:
         )
 
     def export_hf(self, path: str) -> None:
-        """Write the model in Hugging Face form."""
+        """Write the model as a Hugging Face directory."""
 
         def write() -> None:
             Path(path).mkdir(parents=True, exist_ok=True)
@@ -112,11 +112,11 @@ class Weights:
         self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
-        """All parameters."""
+        """Return the metadata of all parameters."""
         return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter."""
+        """Yield each parameter."""
         return iter(self._tensors.items())
 
     iter_local = iter_full
@@ -161,7 +161,7 @@ class Optimizer:
         return figures
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The live moments."""
+        """Return the live moments."""
         return {
             f"{moment}.{name}": self._adam.state[parameter][moment]
             for moment in ("exp_avg", "exp_avg_sq")
@@ -169,7 +169,7 @@ class Optimizer:
         }
 
     def restored(self, step_number: int) -> None:
-        """Continue from a step."""
+        """Continue after step `step_number`."""
         self.step_number = step_number
         for state in self._adam.state.values():
             state["step"].fill_(step_number)

@@ -10,7 +10,7 @@ _boxes = {}
 
 
 class _Box:
-    """State that both ends share. Hold `changed` to read or write it."""
+    """State that sender and receiver share. Hold `changed` to read or write it."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -27,7 +27,7 @@ class _Box:
         if self.aborted >= version or (self.closed and not ready()):
             raise WeightUpdateAborted(f"weight update {version} was aborted")
         if not ready():
-            raise WeightSyncError(f"weight update {version}: the other end did not come in time")
+            raise WeightSyncError(f"weight update {version}: the other side did not come in time")
 
 
 class Mailbox:
@@ -46,7 +46,7 @@ class Mailbox:
 
 
 class End:
-    """`TransportSession`, of either side."""
+    """`TransportSession` of the sender or of the receiver."""
 
     def __init__(self, box, key, idle):
         self._box, self._key, self._idle = box, key, idle
@@ -93,7 +93,7 @@ class End:
                 with box.changed:
                     box.wait(lambda: box.begun > version or self._there(version), version, until)
                     if box.begun > version:
-                        raise WeightSyncError(f"weight update {version} was expected, {box.begun} has begun")
+                        raise WeightSyncError(f"the receiver waits for update {version}, but {box.begun} has begun")
                     _, tensors = box.bucket
                 yield WeightChunk(tensors)
                 with box.changed:

@@ -348,13 +348,13 @@ def test_arguments_that_a_function_cannot_take_are_refused(make, project, overri
     [
         (["format", "{pattern: '('}"], "the pattern '(' is no regular expression: missing ), "),
         (["format", "{}"], "format requires the argument 'pattern'"),
-        (["length", "{}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
-        (["length", "{max_tokens: 5}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
-        (["length", "{max_tokens: 5, buffer_tokens: 6}"], "buffer_tokens is 6, more than max_tokens, 5"),
+        (["length", "{}"], "the reward 'length' needs either target, or max_tokens and buffer_tokens"),
+        (["length", "{max_tokens: 5}"], "the reward 'length' needs either target, or max_tokens and buffer_tokens"),
+        (["length", "{max_tokens: 5, buffer_tokens: 6}"], "buffer_tokens must be at most max_tokens, 5, not 6"),
         (["length", "{target: 0}"], "reward.arguments.target: expected more than 0, got the number 0"),
         (["math", "{}"], "the reward 'math' needs math-verify: pip install 'enginehouse[math]'"),
-        (["code", "{}"], "the reward 'code' takes inputs_column and outputs_column, or asserts_column, or all three"),
-        (["code", "{asserts_column: anser}"], "no column 'anser' of tests. Did you mean 'answer'?"),
+        (["code", "{}"], "the reward 'code' needs inputs_column and outputs_column, or asserts_column, or all three"),
+        (["code", "{asserts_column: anser}"], "needs the column 'anser' with tests. Did you mean 'answer'?"),
         (["code", "{asserts_column: answer, isolation: none}"], "reward.arguments.isolation"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-algorithm."""
+"""Runs enginehouse's conformance suites on acme-algorithm."""
 
 from enginehouse_testing import AdvantageSuite, EnvironmentSuite, LossSuite, TrackerSuite
 

@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-rollout."""
+"""Runs enginehouse's conformance suite on acme-rollout."""
 
 from enginehouse_testing import RolloutEngineSuite
 

@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-train."""
+"""Runs enginehouse's conformance suite on acme-train."""
 
 from enginehouse_testing import TrainEngineSuite
 

@@ -130,7 +130,7 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
-        raise ConfigError(f"agent: {agent} is called with a task and arguments.arguments by name: {error}") from error
+        raise ConfigError(f"agent: {agent} cannot be called with a task and arguments.arguments: {error}") from error
     return function
 
 
@@ -205,7 +205,7 @@ async def _make_episode(returned: Any, recording: Recording, task: Task, context
     """Return the episode of an agent, scored by its returned value."""
     answers = [answer for answer in recording.answers if answer.trained]
     if not answers:
-        did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
+        did = f"returned {str(returned)[:60]!r} without a request to the policy at its base_url"
         if isinstance(returned, _Stopped):
             did = f"ended at a limit before anything was generated: {returned.limit}"
         raise EnginehouseError(f"the agent {did}: there is nothing to train on")
@@ -240,8 +240,8 @@ async def score_value(returned: Any, task: Task, context: EpisodeContext, last: 
             numbers[name] = float(value)
     if "reward" not in numbers or len(numbers) < len(values) or not isinstance(answer, str):
         raise UserError(
-            f"the agent returned {str(returned)[:80]!r}: a text is wanted, its answer, which the reward of the config "
-            'scores; or a reward, a number; or a dict, {"reward": 1.0, "answer": "text", "figure": 2.0}'
+            f"the agent returned {str(returned)[:80]!r}: it must return an answer as text, which the reward of the "
+            'config scores; or a reward as a number; or a dict such as {"reward": 1.0, "answer": "text", "figure": 2.0}'
         )
     return Scored(numbers.pop("reward"), numbers, "", answer)
 

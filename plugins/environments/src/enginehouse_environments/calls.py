@@ -91,9 +91,9 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
         if [(call.name, call.arguments) for call in form.parse(template.call(*_PROBE)).calls] == [_PROBE]:
             return form
     raise UserError(
-        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say "
-        f"one that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that "
-        "writes calls"
+        "the chat template of the model's tokenizer writes no tool calls, or writes them in an unknown format. Set "
+        f"format to one that the messages explain to the model ({', '.join(FORMATS)}), or give the tokenizer a "
+        "chat_template that writes calls"
     )
 
 
@@ -196,7 +196,7 @@ def _read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
         head = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>").match(text, begin)
         if head is None:
             end = _find_end(text, begin, "</tool_call>")
-            yield begin, end, "<function=NAME> is to follow <tool_call>"
+            yield begin, end, "<function=NAME> must follow <tool_call>"
             continue
         arguments, end = {}, head.end()
         while match := re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL).match(text, end):
@@ -207,7 +207,7 @@ def _read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
             yield begin, end, (head[1], arguments)
         else:
             end = _find_end(text, end, "</tool_call>")
-            yield begin, end, "<parameter=NAME>...</parameter> or </function> is missing in it"
+            yield begin, end, "<parameter=NAME>...</parameter> or </function> is missing"
 
 
 FORMATS: dict[str, Callable[[str, Schemas], Iterator[_Span]]] = {
@@ -226,7 +226,7 @@ def _read_enclosed(text: str, begin: int, close: str) -> tuple[Function | str, i
         value, end = _read_json(text, begin)
         following = text[end:].lstrip()
         if following and not following.startswith(close):
-            raise ValueError(f"{close} is to follow its JSON, and {following[:20]!r} does")
+            raise ValueError(f"{close} must follow the JSON, not {following[:20]!r}")
         return _read_function(value), _find_end(text, end, close)
     except ValueError as error:
         return str(error), _find_end(text, begin, close)
@@ -271,7 +271,7 @@ def _read_function(value: Any) -> Function:
         ValueError: it lacks them; the message is for the policy.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ValueError('an object with "name" and "arguments" is wanted')
+        raise ValueError('it must be an object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = _read_json(arguments, 0)[0]

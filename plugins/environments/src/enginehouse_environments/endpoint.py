@@ -41,8 +41,8 @@ BODY_BYTES = 2**25
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
 """Maximum number of waiting and of open connections. At most half of the files that the process may open are
-connections. At most a sixteenth is accepted at once, because an excess connection is closed only some turns of the loop
-later."""
+connections. The server accepts at most a sixteenth of that maximum at once, because it closes an excess connection only
+some turns of the event loop later."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
@@ -98,8 +98,8 @@ class ChatRequest(BaseModel):
             if value is None or name in UNHEEDED or name in ignored or value in NEUTRAL.get(name, ()):
                 continue
             raise refuse(
-                f"{name}={json.dumps(value)[:60]} is not supported: the run trains only on tokens of its own "
-                "sampling. Remove it, or let it be ignored (environment.arguments.ignored)",
+                f"{name}={json.dumps(value)[:60]} is not supported: the run trains only on tokens that it samples with "
+                "its own parameters. Remove it, or add it to environment.arguments.ignored",
                 name,
             )
         if "tool_choice" not in ignored and self.tool_choice not in (None, "none", "auto"):
@@ -237,10 +237,10 @@ async def _read_body(request: Request) -> Any:
         async for piece in request.stream():
             body += piece
             if len(body) > BODY_BYTES:
-                raise RequestRefused(413, f"a request has at most {BODY_BYTES} bytes", "request_too_large")
+                raise RequestRefused(413, f"a request must have at most {BODY_BYTES} bytes", "request_too_large")
         return json.loads(body)
     except ClientDisconnect as error:
-        raise RequestRefused(499, "nobody waits for this any more", "client_closed_request") from error
+        raise RequestRefused(499, "the client has disconnected", "client_closed_request") from error
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is no JSON that can be read: {error}", "invalid_json") from error
 
@@ -255,7 +255,7 @@ async def _answer_while_connected(
         with suppress(asyncio.CancelledError):  # the loop ends; the server would log a traceback
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
-            raise RequestRefused(499, "nobody waits for this any more", "client_closed_request")
+            raise RequestRefused(499, "the client has disconnected", "client_closed_request")
         if answering.cancelled():
             raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         return answering.result()
@@ -273,7 +273,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """Return an error in OpenAI's format."""
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path}: {error.detail}"
-        cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
+        cure = "; let the agent use chat completions, /v1/chat/completions" if error.status_code == 404 else ""
         error = RequestRefused(error.status_code, what + cure, "unknown_url")
     if isinstance(error, ValidationError):
         first = error.errors()[0]

@@ -122,7 +122,7 @@ def make_tools(entries: Sequence[str | Mapping[str, Any]]) -> list[Tool]:
     tools = [_make_tool(entry) for entry in entries]
     names = [tool.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"tools: two are called {min(twice)!r}; the model could not tell them apart")
+        raise ConfigError(f"tools: two tools have the name {min(twice)!r}, so the model could not tell them apart")
     return tools
 
 
@@ -161,8 +161,8 @@ def _make_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     except Exception as error:  # errors of several kinds, none of which is public
         problem = first_line(error).rstrip(".!")
         raise ConfigError(
-            f"tools: {name!r} cannot be described to the model: {problem}. A tool has a type for each argument, and a "
-            "docstring that says what it does and, below `Args:`, what each argument is"
+            f"tools: {name!r} cannot be described to the model: {problem}. A tool must have a type for each argument, "
+            "and a docstring that describes the tool and, below `Args:`, each argument"
         ) from error
     schema["function"].pop("return", None)  # servers omit it, so no model has seen it in training
     return schema
@@ -203,7 +203,7 @@ def _describe_problem(detail: Any) -> str:
 def _write_result(result: Any) -> str:
     if inspect.iscoroutine(result):
         result.close()
-        raise TypeError("it gave what has to be awaited: define it by `async def`")
+        raise TypeError("it returned a coroutine: define the tool by `async def`")
     if isinstance(result, str):
         return result
     return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)

@@ -96,8 +96,8 @@ class Gym:
                 most = context.most_tokens or math.inf
                 if (length := len(dialogue.transcript.tokens)) >= most:
                     raise EnginehouseError(
-                        f"the prompt with the first observation has {length} tokens, and the models of this run read "
-                        f"{most}, which leaves none for an answer"
+                        f"the prompt with the first observation has {length} tokens, but the models of this run read "
+                        f"only {most}, which leaves none for an answer"
                     )
                 return await self._play(name, dialogue, policy, most)
             finally:
@@ -137,7 +137,9 @@ class Gym:
             raise DataError(f"environment.arguments.seed: the data has no column {self._seed!r}. {choices}")
         seed = task.columns[self._seed]
         if not isinstance(seed, int):
-            raise DataError(f"environment.arguments.seed names the column {self._seed!r}: a whole number, not {seed!r}")
+            raise DataError(
+                f"environment.arguments.seed: the column {self._seed!r} must hold a whole number, not {seed!r}"
+            )
         return seed
 
 
@@ -189,8 +191,8 @@ class GymGame:
             if self._game.action_space.contains(action):
                 raise
             raise ValueError(
-                f"{self._rules.id} takes {self._game.action_space}, and environment.arguments.actions made {action!r} "
-                f"of the answer {answer[:80]!r}"
+                f"{self._rules.id} takes {self._game.action_space}, but environment.arguments.actions gave {action!r} "
+                f"for the answer {answer[:80]!r}"
             ) from error
 
     def end(self) -> None:

@@ -99,7 +99,8 @@ class ReasoningGym:
             return FIRST_UNNUMBERED + task.serial
         if not isinstance(index, int) or index < 0:
             raise DataError(
-                f"environment.arguments.index names the column {self._index!r}: a whole number from 0, not {index!r}"
+                f"environment.arguments.index: the column {self._index!r} must hold a whole number of at least 0, "
+                f"not {index!r}"
             )
         return index
 
@@ -199,7 +200,7 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
     if name not in names:
         raise ConfigError(f"tasks: reasoning_gym has no task {name!r}. {nearest(str(name), names)}")
     if not isinstance(weight, int | float) or weight <= 0:
-        raise ConfigError(f"tasks: the weight of {name!r} is {weight!r}: a number above 0 is wanted")
+        raise ConfigError(f"tasks: the weight of {name!r} must be a number above 0, not {weight!r}")
     dataset, config_class = package.DATASETS[name]
     fields = {field.name for field in dataclasses.fields(config_class)} - {"seed"}
     for key in parameters.keys() - fields:
@@ -211,7 +212,7 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
     except ConfigError:
         raise
     except Exception as error:  # the checks of a task raise errors of any kind
-        raise ConfigError(f"tasks: parameters of {name!r} will not do: {first_line(error)}") from error
+        raise ConfigError(f"tasks: parameters of {name!r} are invalid: {first_line(error)}") from error
     return TaskSpec(name, float(weight), dataset, config)
 
 

@@ -243,7 +243,7 @@ class Recording:
             raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         if self._calls >= self._limits.calls:
             raise self._limit_error(
-                403, f"an episode may send {self._limits.calls} requests (max_calls)", "too_many_calls"
+                403, f"an episode may send at most {self._limits.calls} requests (max_calls)", "too_many_calls"
             )
         self._calls += 1
         call = asyncio.current_task()
@@ -315,15 +315,15 @@ class Recording:
             most.append(limits.row_tokens - tokens)
             if most[-1] < 1:
                 limit = (
-                    f"{limits.row_tokens} is the maximum with an answer (max_row_tokens; if unset, the context "
+                    f"with an answer it may have at most {limits.row_tokens} (max_row_tokens; if unset, the context "
                     "length of the models)"
                 )
-                message = f"the conversation has {tokens} tokens, and {limit}"
+                message = f"the conversation has {tokens} tokens, but {limit}"
                 raise self._limit_error(400, message, "context_length_exceeded")
         if limits.drawn_tokens is not None:
             most.append((limits.drawn_tokens - self._drawn) // request.n)
             if most[-1] < 1:
-                message = f"an episode may generate {limits.drawn_tokens} tokens (max_tokens)"
+                message = f"an episode may generate at most {limits.drawn_tokens} tokens (max_tokens)"
                 raise self._limit_error(403, message, "too_many_tokens")
         self._drawn += min(most) * request.n  # `_draw` subtracts tokens that are not generated
         ends = defaults.stop_token_ids
@@ -373,7 +373,7 @@ def normalise(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
     role = message.get("role")
     role = "system" if role == "developer" else role
     if role not in ("system", "user", "assistant", "tool"):
-        raise refuse(f"the role {role!r}: system, developer, user, assistant or tool")
+        raise refuse(f"the role {role!r}, which must be system, developer, user, assistant or tool")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -387,7 +387,7 @@ def normalise(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
         try:
             fields["tool_calls"] = [{**call, "function": _parse_arguments(call["function"])} for call in calls]
         except (TypeError, KeyError) as error:
-            raise refuse("tool_calls that are none") from error
+            raise refuse("tool_calls that are not a list of function calls") from error
     ids = {
         "tool_calls": [call.get("id") for call in fields.get("tool_calls", ())],
         "tool_call_id": [fields.get("tool_call_id")],

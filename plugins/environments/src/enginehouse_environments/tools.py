@@ -112,8 +112,8 @@ class Tools:
         most = min((limit for limit in (own_limit, context.most_tokens) if limit is not None), default=math.inf)
         if most <= prompt_tokens:
             raise EnginehouseError(
-                f"the prompt has {prompt_tokens} tokens with its tools, and the models of this run read {most}, which "
-                "leaves none for an answer"
+                f"the prompt has {prompt_tokens} tokens with its tools, but the models of this run read only {most}, "
+                "which leaves none for an answer"
             )
         return most
 

@@ -1,6 +1,6 @@
 """Plays environments of the package `verifiers`, with their own tasks, harnesses and rewards.
 
-A harness is any program that sends requests to a model. As session id, its requests carry the id of their trace.
+A harness is any program that sends requests to a model. Its requests carry the id of their trace as session id.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Verifiers:
         load_taskset(arguments["taskset"], arguments.get("config"))
         if (column := arguments.get("column", "task")) not in (columns if columns is not None else [column]):
             raise ConfigError(
-                f"column: the data has no column {column!r}, the place of a task in the taskset. "
+                f"column: the data has no column {column!r} with the index of each row's task. "
                 f"{nearest(column, columns or ())}"
             )
 
@@ -76,8 +76,8 @@ class Verifiers:
         number = task.columns.get(self._column)
         if not isinstance(number, int) or not 0 <= number < len(self._tasks):
             raise UserError(
-                f"the column {self._column!r} of the data is {number!r}: a task of the taskset, 0 to "
-                f"{len(self._tasks) - 1}, is wanted (environment.arguments.column)"
+                f"the column {self._column!r} (environment.arguments.column) must hold the index of a task, 0 to "
+                f"{len(self._tasks) - 1}, not {number!r}"
             )
         await self._ensure_serving()
 

@@ -28,7 +28,7 @@ TASKS = {
         "a link to the real model, SmolLM2-135M-Instruct",
     ),
 }
-"""Folders there with a task, a model or both: the function that creates each, and a description."""
+"""Folders below `DIRECTORY` with a task, a model or both: the function that creates each folder, and a description."""
 
 FORMER_NAMES = {"sums": "real/grpo"}
 """Former names of recipes, which are still accepted."""

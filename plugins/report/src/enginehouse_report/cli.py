@@ -84,6 +84,6 @@ def bottleneck(run: Path, as_json: bool) -> None:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if not as_json and load > cores and any(advice.key in NEED_PROCESSES for advice in analysis.advice):
         click.echo(
-            f"This machine's load average is {load:.3g} now, on {cores} cores: if the run is on this machine, other "
-            "programs take a part of its time, which more processes may not recover."
+            f"The load average of this machine is {load:.3g} on {cores} cores. If the run is on this machine, other "
+            "programs slow it down, and more processes may not help."
         )

@@ -85,7 +85,7 @@ class Prometheus:
         except OSError as error:
             raise EnginehouseError(
                 f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
-                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any free port"
+                f"cannot be used ({error.strerror or error}); set another `port`, or 0 for any free port"
             ) from error
         self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
         self._write_target(self._server.server_port)
@@ -148,14 +148,14 @@ class _ServedMetrics:
             return [*self._run_families(), self._alarm_family(), *self._step_families()]
 
     def _run_families(self) -> Iterable[GaugeMetricFamily]:
-        status = _gauge("run_info", "A run, and how it goes", ["run", "status", "version"])
+        status = _gauge("run_info", "State of the run", ["run", "status", "version"])
         status.add_metric([self._run, self._status, self._version], 1)
         yield status
         for name, help, value in (
             ("run_step", "The newest step", self._step),
-            ("run_steps", "Steps that the run is to have", self._steps),
+            ("run_steps", "Planned number of steps", self._steps),
             ("run_elapsed_seconds", "Time since this process of the run began", time.time() - self._began),
-            ("run_step_timestamp_seconds", "When the newest step came", self._stepped),
+            ("run_step_timestamp_seconds", "Time of the newest step", self._stepped),
         ):
             if value is not None:
                 family = _gauge(name, help, ["run"])
@@ -175,9 +175,9 @@ class _ServedMetrics:
             family = _family(name)
             if family not in families:
                 families[family] = (
-                    _counter(family, "Since this process of the run began", METRIC)
+                    _counter(family, "Sum since this process of the run began", METRIC)
                     if COUNTED.fullmatch(name)
-                    else _gauge(family, "Of the newest step or validation that had it", METRIC)
+                    else _gauge(family, "Value of the newest step or validation that has this metric", METRIC)
                 )
             families[family].add_metric([self._run, kind, _text(name)], value)
         return families.values()

@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply_to(self, url: SplitResult) -> Reply:
         _, token, *names = [*url.path.split("/"), ""]
         if not self._is_for_us() or not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            return HTTPStatus.FORBIDDEN, "text/plain", "Ask by the address that `enginehouse watch` printed."
+            return HTTPStatus.FORBIDDEN, "text/plain", "Use the address that `enginehouse watch` printed."
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         return self._reply_with(names[0] if names else "", query)
 

@@ -21,7 +21,7 @@ from enginehouse_rewards.program import Failure, RowScore, shorten
 OnError = Literal["fail", "zero", "leave_out"]
 """The consequence of a row without a score."""
 LEAST_FAILURES = 3
-"""Minimum number of rows without a score that can show the reward itself to be at fault, unless none may fail."""
+"""Minimum number of rows without a score at which the reward itself is blamed, unless `max_failures` is 0."""
 
 
 class RewardError(EnginehouseError):
@@ -183,7 +183,7 @@ class ScoringBatch:
         return failed and self._policy.on_error == "fail"
 
     def _has_too_many(self, rows: int) -> bool:
-        """True if more of `rows` rows failed than faulty single rows can explain."""
+        """True if so many of `rows` rows failed that the reward is at fault, and not single rows."""
         failed, fraction = len(self.failures), self._policy.max_failures
         return failed > fraction * rows and (failed >= LEAST_FAILURES or fraction == 0)
 
@@ -196,7 +196,7 @@ class ScoringBatch:
             return RewardError(
                 f"{self._policy.label}: {failed} of {tried} rows that were tried got no score, more than "
                 f"reward.max_failures={self._policy.max_failures:g} allows: the reward is at fault, not single rows. "
-                f"Call it by hand on the first of them: {line}.{details}"
+                f"Call the reward by hand on the first of these rows: {line}.{details}"
             )
         count_text = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
         cure = "\nSet reward.on_error=zero to score such rows 0, or leave_out to continue without them."

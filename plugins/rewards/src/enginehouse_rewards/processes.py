@@ -84,7 +84,7 @@ class RewardProcesses:
             try:
                 self.processes.append(RewardProcess(self._setup, f"{self._mark}/{self._started}/"))
             except OSError as error:
-                raise RewardError(f"{self._policy.label}: a process for it cannot be started: {error}") from error
+                raise RewardError(f"{self._policy.label}: a process of the pool cannot be started: {error}") from error
 
     def hand_out(self, batches: Sequence[ScoringBatch]) -> None:
         """Hand waiting rows, from the first batch that has any, to each process that can take more."""
@@ -109,7 +109,7 @@ class RewardProcesses:
         for message in messages:
             if isinstance(message, Unstartable):
                 raise RewardError(
-                    f"{self._policy.label}: it cannot be imported in a process of the pool: {message.why}"
+                    f"{self._policy.label}: a process of the pool cannot import the function: {message.why}"
                 )
             if isinstance(message, Ready):
                 process.style, self._failed_starts = message.style, 0
@@ -202,7 +202,7 @@ class RewardProcesses:
         elif process.style is None:
             self._remove(process)
             raise RewardError(
-                f"{self._policy.label}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
+                f"{self._policy.label}: a process of the pool did not import the function within {START_SECONDS:g} s"
                 f"{printed_block(output)}"
             )
         else:

@@ -290,7 +290,7 @@ class Judge:
             return self._describe(error)
         if isinstance(returned, Mapping) or len(values) != len(rows):
             shown = shorten(returned) if isinstance(returned, Mapping) else f"{len(values)} values"
-            what = f"returned {shown} for {len(rows)} rows; a batched reward returns a list, a value a row"
+            what = f"returned {shown} for {len(rows)} rows; a batched reward must return a list with one value per row"
             return [Failure(what, output=self._output.tail())] * len(rows)
         return [self._judge(value) for value in values]
 
@@ -320,12 +320,12 @@ def read_score(returned: Any) -> RowScore | Failure:
     values = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in values:
         has = ", ".join(map(repr, values)) or "none"
-        return Failure(f"returned a mapping without the key 'reward', which is what is trained on; it has {has}")
+        return Failure(f"returned a mapping that must have the key 'reward', but has {has}")
     figures: dict[str, float] = {}
     answer = values.get("answer")
     if not isinstance(answer, str | None):
         kind = type(answer).__name__
-        return Failure(f"returned {shorten(answer)} ({kind}) as 'answer', which is text: what the response answers")
+        return Failure(f"returned {shorten(answer)} ({kind}) as 'answer', which must be text")
     for name, value in values.items():
         if name == "answer":
             continue
@@ -337,10 +337,10 @@ def read_score(returned: Any) -> RowScore | Failure:
         if number is None:
             return Failure(f"returned {shorten(value)} ({type(value).__name__}){where} instead of a number")
         if not math.isfinite(number):
-            return Failure(f"returned {number}{where}, and a reward has to be a finite number")
+            return Failure(f"returned {number}{where}, but a reward must be a finite number")
         if name == "reward" and abs(number) > FLOAT32_MAX:
             return Failure(
-                f"returned {number}{where}, beyond the largest float32, which is what rewards are trained with"
+                f"returned {number}{where}, but a reward must not exceed the largest float32"
             )
         figures[str(name)] = number
     return RowScore(figures.pop("reward"), figures, answer=answer or "")

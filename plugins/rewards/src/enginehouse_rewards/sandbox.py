@@ -279,8 +279,8 @@ def check_isolation() -> None:
 
 def refusal(missing: Sequence[str]) -> str:
     return (
-        f"this machine cannot restrict {' and '.join(missing)} of a program, which needs Linux 5.13 with Landlock "
-        "among its security modules, and seccomp, on x86_64 or aarch64; the argument isolation=best accepts less"
+        f"this machine cannot restrict {' and '.join(missing)} of a program: that needs Linux 5.13 with Landlock among "
+        "its security modules, and seccomp, on x86_64 or aarch64. The argument isolation=best accepts less isolation"
     )
 
 

@@ -19,7 +19,7 @@ class AdvantageTrial(Trial):
     record: Advantage
 
     def samples(self, groups: int = 4, size: int = 3) -> Batch:
-        """Return a step's samples with all columns that a run can have; rewards differ."""
+        """Return the samples of a step with all columns that a run can have. Their rewards differ."""
         batch = samples(self.given.columns, groups, size)
         return batch.drop(["advantages", "weights", "returns", *map(now, OUTPUTS)])
 
@@ -41,20 +41,20 @@ def by_token(credited: Batch, batch: Batch) -> torch.Tensor:
 
 
 def problem_of(credited: object, batch: Batch) -> str:
-    """Describe what is wrong with the form of an advantage's return value; empty if nothing is."""
+    """Describe the first problem with an advantage's return value; empty if there is none."""
     if not isinstance(credited, Batch):
         return f"it returned {type(credited).__name__}, not a Batch"
     if len(credited) != len(batch):
-        return f"it returned {len(credited)} rows of {len(batch)}"
+        return f"it returned {len(credited)} rows, but the batch has {len(batch)}"
     if "advantages" not in credited:
         return f"the batch it returned has no column 'advantages'; it has {', '.join(credited.columns)}"
     column, mask = credited["advantages"], batch.ragged("loss_mask")
     if isinstance(column, Ragged):
         if not column.aligned(mask):
-            return "advantages by token do not have the rows' lengths, those of loss_mask"
+            return "advantages per token must have the row lengths of loss_mask, but have others"
     elif not isinstance(column, torch.Tensor) or column.shape != (len(batch),):
         shape = tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
-        return f"advantages are {shape}, neither one a row, ({len(batch)},), nor ragged like loss_mask"
+        return f"advantages must have the shape ({len(batch)},) or be ragged like loss_mask, not {shape}"
     credits = by_token(credited, batch)
     if not bool(credits.isfinite().all()):
         row = int(mask.row[mask.values][~credits.isfinite()][0])

@@ -85,12 +85,12 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed at every declared capability and layout. Checks that need a missing GPU, or cannot
-        be asked of the model, do not count."""
+        """True if every check passed at every declared capability and layout. Checks that need a missing GPU, or do not
+        run with the model, do not count."""
         return self.clean and self.whole
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data. Numbers that are not finite are words, because JSON has none."""
+        """Return plain data. Numbers that are not finite become text, because JSON cannot express them."""
         checks = [asdict(check) for check in self.checks]
         for check in checks:
             if check["measured"] is not None and not math.isfinite(check["measured"]):
@@ -113,7 +113,7 @@ class Certificate:
         }
 
     def write(self, directory: str | Path) -> None:
-        """Write `certificate.json` and `certificate.md`, each replaced in one step."""
+        """Write `certificate.json` and `certificate.md`. Each file is replaced atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "certificate.json", json.dumps(self.as_json(), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A check: acts on an engine or another part of a plugin, and a judge of their results.
+"""The parts of a check: acts, which use an engine or another part of a plugin, and a judge of their results.
 
 A check's acts use only the public protocol. Acts of a training engine run on every rank, in lock step; acts of a
 rollout engine run in the process of its replica. All other acts run in the suite's own process. The judge runs
@@ -53,7 +53,7 @@ class Measured:
 
 
 Act = Callable[..., Any]
-"""Takes a `Rank`, a `ReplicaTrial` (the act is then a coroutine function), a `Link`, or a trial of a function."""
+"""An act takes a `Rank`, a `ReplicaTrial` (it is then a coroutine function), a `Link`, or a trial of a function."""
 
 Judge = Callable[..., Measured]
 
@@ -114,8 +114,8 @@ class Check:
 class RolloutCheck(Check):
     """One property of a rollout engine. Its only act gets a replica that serves `model`, at rest and not paused.
 
-    The act gets the replica of the check before if that served the same model. Nothing else but the weight version
-    carries over from earlier checks.
+    The act gets the replica of the previous check if that replica served the same model. From earlier checks, only the
+    weight version remains.
 
     Attributes:
         model: name of the served model in `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
@@ -172,7 +172,7 @@ def _judge_value(judge: Callable[..., Measured], seen: Sequence[Seen], **argumen
 
 
 def own_judgement(seen: Sequence[Seen]) -> Measured:
-    """Return the result of an act that judges itself. Words that it returned are a mistake, unless they are empty."""
+    """Return the result of an act that judges itself. A returned text describes a mistake, unless it is empty."""
     value: Measured | str = seen[0].value
     if isinstance(value, Measured):
         return value

@@ -18,7 +18,7 @@ def mismatch(tensors: Tensors, right: Tensors) -> str:
     if missing := sorted(right.keys() - tensors.keys()):
         return f"missing: {', '.join(missing)}"
     if extra := sorted(tensors.keys() - right.keys()):
-        return f"there should not be: {', '.join(extra)}"
+        return f"unexpected: {', '.join(extra)}"
     return "; ".join(
         f"{name} has shape {tuple(tensors[name].shape)}, not {tuple(tensor.shape)}"
         for name, tensor in right.items()
@@ -64,7 +64,7 @@ def relative(number: float, right: float, what: str) -> Measured:
 
 
 def larger(*measured: Measured) -> Measured:
-    """Return the result with the largest error; several results without a finite error become one."""
+    """Return the result with the largest error. Several results without a finite error become one with all details."""
     sizeless = [result.detail for result in measured if not math.isfinite(result.error)]
     if len(sizeless) > 1:
         return wrong("; ".join(dict.fromkeys(filter(None, sizeless))))

@@ -28,7 +28,7 @@ class ScriptedPolicy(SamplingPolicy):
 
     Args:
         replies: texts to answer with.
-        delay: returns how many turns of the event loop the call of a name takes, so that time decides no order.
+        delay: function that takes a call's name, and returns how many turns of the event loop the call takes.
         error: error that every call raises, or None.
         name: the branch's name.
     """

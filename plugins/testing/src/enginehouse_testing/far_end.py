@@ -58,7 +58,7 @@ def send_elsewhere(link: Link, weights: Weights, another_host: bool) -> str:
         for name in sums.keys() | checksums.keys()
         if checksums.get(name) != checksum(weights[name])
     ]
-    return f"arrived changed: {', '.join(differing)}" if differing else ""
+    return f"these parameters arrived changed: {', '.join(differing)}" if differing else ""
 
 
 def _answer(answers: Connection, seconds: float) -> Any:

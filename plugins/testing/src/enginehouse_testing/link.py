@@ -1,4 +1,4 @@
-"""Both ends of a transport under test, in this process, and made-up weights to send."""
+"""Senders and receivers of a transport under test, in this process, and made-up weights to send."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ODD: tuple[tuple[tuple[int, ...], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Gives an act the transport under test.
+    """Connects senders and receivers of the transport under test.
 
     Attributes:
         record: the transport.
@@ -53,7 +53,7 @@ class Link:
     seconds: float
 
     def connect(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024) -> OpenLink:
-        """Open both ends, planned for weights of these shapes. Returns a context manager."""
+        """Connect senders and receivers, with a plan for weights of these shapes. Returns a context manager."""
         return OpenLink(self, announced(weights), self.senders, bucket_bytes)
 
     def transport(self) -> WeightTransport:
@@ -63,7 +63,7 @@ class Link:
 
     @property
     def unhurried(self) -> float:
-        """A long deadline for calls that must be rejected at once, so that a missed deadline is no rejection."""
+        """A long deadline for calls that must fail at once, so that a missed deadline does not count as the failure."""
         return self.seconds * 10
 
     @property
@@ -73,7 +73,7 @@ class Link:
 
 
 class OpenLink:
-    """Both ends of a transport. Each send and receive runs on its own thread."""
+    """Connected senders and receivers of a transport. Each send and receive runs on its own thread."""
 
     def __init__(self, link: Link, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int):
         transport = link.transport()
@@ -100,7 +100,7 @@ class OpenLink:
         return [self.threads.submit(end.send, version, iter(items), seconds or self.seconds) for end in self.senders]
 
     def send_held(self, version: int, weights: Weights) -> list[Future[dict[str, str]]]:
-        """Begin to send on every training rank: its parts, or whole weights, as its end requires."""
+        """Begin to send on every training rank: the rank's parts or whole weights, as the transport requires."""
         return [
             self.threads.submit(
                 end.send, version, weights_for(end, HeldWeights(self.plan, rank, weights)), self.seconds

@@ -148,7 +148,7 @@ class Stopped(TorchFunctionMode):
 
 
 class OtherWay(Exception):
-    """A loss made other calls than in the first call."""
+    """Error: the loss calls other torch functions than in its first call."""
 
 
 DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def _copy(value: Any) -> Any:
 
 
 def problems_of(value: Any) -> list[str]:
-    """Return the problems with the form of a loss's return value."""
+    """Return the problems with the types, shapes and numbers of a loss's return value."""
     if not isinstance(value, LossValue):
         return [f"it returned {type(value).__name__}, not a LossValue"]
     if not isinstance(value.total, torch.Tensor) or value.total.shape != ():
@@ -173,7 +173,7 @@ def problems_of(value: Any) -> list[str]:
     if not math.isfinite(value.total.item()):
         problems.append(f"the total is {value.total.item()}")
     if isinstance(value.weight, torch.Tensor) or not math.isfinite(value.weight) or value.weight < 0:
-        problems.append(f"the weight is {value.weight!r}, not a number that is finite and 0 or more")
+        problems.append(f"the weight must be a finite number of at least 0, not {value.weight!r}")
     for name, metric in value.metrics.items():
         if not isinstance(metric, Mean | Max):
             problems.append(f"metric {name!r} is {type(metric).__name__}, neither a Mean nor a Max")

@@ -82,12 +82,12 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
     dtype = dtype or "float32"
     if model is None:
         if layers is not None:
-            raise UserError("--layers keeps the first layers of a model: name it by --model")
+            raise UserError("--layers keeps the first layers of a model: name the model by --model")
         return ModelUnderTest(dtype=dtype)
     path, title = _find(model)
     layer_count = _layers_of(path)
     if layers is not None and layers > layer_count:
-        raise UserError(f"--layers {layers}: {path} has {layer_count}")
+        raise UserError(f"--layers must be at most {layer_count}, the layers of {path}, not {layers}")
     if layers is None:
         slow = dtype == "bfloat16" and pick_device("auto")[0] == "cpu" and not cpu_has_bfloat16()
         layers = min(layer_count, LAYERS_WITHOUT_INSTRUCTIONS) if slow else layer_count
@@ -122,7 +122,7 @@ def _find(model: str) -> tuple[Path, str]:
     if file := find_gguf(str(path), "--model"):
         return make_model(file, "--model", log.info).directory, title or file.name
     if path.exists():
-        raise UserError(f"--model: {model} is no directory of a Hugging Face model: it has no config.json")
+        raise UserError(f"--model: {model} is not a directory of a Hugging Face model: it has no config.json")
     cached_names = [place.name for place in cache.iterdir()] if cache.is_dir() else []
     missing = f"--model: there is no directory {model}, and no model of that name in {cache}"
     raise UserError(f"{missing}. {nearest(model, cached_names)}. `enginehouse recipes real-model` makes one")

@@ -31,7 +31,7 @@ def record_of(kind: str, named: Any) -> Any:
             return manager.get(kind, named)
         except PluginLookupError as error:
             if error.reason == "unknown":
-                error.args = (f"{error} (one of your own is named module:attribute)", *error.args[1:])
+                error.args = (f"{error} (name your own code as module:attribute)", *error.args[1:])
             raise
     extend_path([os.getcwd()])
     find_function(manager, Function, named, kind, [os.getcwd()], always=True)

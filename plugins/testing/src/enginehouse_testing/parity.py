@@ -107,12 +107,12 @@ class Parity:
         versions = sorted(set(samples["weight_version"].tolist()))
         if versions != [version]:
             raise EnginehouseError(
-                f"the rollout was given weights of version {version} and returned samples of "
+                f"the rollout was given weights of version {version}, but returned samples of "
                 f"{', '.join(f'version {number}' for number in versions) or 'none'}"
             )
         drawn = mask.values.nonzero().squeeze(-1)
         if not len(drawn):
-            raise EnginehouseError("the rollout drew no tokens: there is nothing to compare")
+            raise EnginehouseError("the rollout generated no tokens, so there is nothing to compare")
         compared = DistributedBatch.of([samples.with_columns(old_logprobs=logprobs)])
         figures = metric_values(mismatch(compared, version))
         row, position = mask.row[drawn], drawn - mask.offsets[mask.row[drawn]]

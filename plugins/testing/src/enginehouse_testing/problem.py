@@ -124,5 +124,5 @@ def squared_error(view: TokenView) -> LossValue:
 
 
 def not_finite(view: TokenView) -> LossValue:
-    """Return a loss that is infinite, and so is its gradient."""
+    """Return a loss that is infinite and has an infinite gradient."""
     return LossValue(view.outputs["logprobs"].sum() * float("inf"), 1.0)

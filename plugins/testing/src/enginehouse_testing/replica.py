@@ -141,7 +141,7 @@ class ReplicaTrial:
         ]
 
     async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """Start a request, and return once it has some tokens, because a shorter, later request has ended."""
+        """Start a request, and return once it has some tokens, as a later, shorter request shows by ending."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -158,7 +158,7 @@ class ReplicaTrial:
         try:
             return await soon(ask())
         except TimeoutError as error:
-            raise AssertionError(f"{what} was never so: {await self.engine.health()}") from error
+            raise AssertionError(f"health never reported the state {what!r}: {await self.engine.health()}") from error
 
     # Weights
 
@@ -259,7 +259,7 @@ class ReplicaUnderTest(Worker):
         except Exception as error:
             if replica.newest is None:
                 raise
-            raise EnginehouseError(f"{type(error).__name__}: {error} (the act's newest: {replica.newest})") from error
+            raise EnginehouseError(f"{type(error).__name__}: {error} (newest request: {replica.newest})") from error
 
     @register
     async def forget(self) -> bool:

@@ -117,7 +117,7 @@ def undeclared(
     chosen, places = _choose(record, layouts, checks, model)
     declared = declared_by(record)
     lacking = [
-        Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
+        Case(check, (place,)).result("not declared", detail=f"layout {place.name} lacks {check.capability!r}")
         for check in chosen
         for place in places
         if check.capability in declared and check.declared(declared) and _lacks(check, place)
@@ -129,8 +129,8 @@ def undeclared(
             lacking.append(result)
     asked = {check.name for check in chosen}
     unchosen = [check for check in _choose(record, layouts, checks)[0] if check.name not in asked]
-    alone = "this check is of the tiny models in float32 alone"
-    return lacking + [Case(check, ()).result("not run", detail=alone) for check in unchosen]
+    reason = "this check runs only with the tiny models in float32"
+    return lacking + [Case(check, ()).result("not run", detail=reason) for check in unchosen]
 
 
 def _check_model(record: Record, model: ModelUnderTest) -> None:
@@ -142,7 +142,7 @@ def _check_model(record: Record, model: ModelUnderTest) -> None:
     if model == TINY:
         return
     if not isinstance(record, Backend):
-        raise UserError(f"--model and --dtype are for engines, and {record.name!r} is a {record.kind}")
+        raise UserError(f"--model and --dtype are for engines, but {record.name!r} is a {record.kind}")
     half = capabilities.HALF_PRECISION
     if model.dtype == "bfloat16" and isinstance(record, TrainBackend) and half not in record.capabilities:
         raise UserError(f"--dtype bfloat16: train {record.name!r} does not declare {half!r}")
@@ -167,8 +167,8 @@ def layouts_of(record: Record) -> tuple[Layout, ...]:
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Return pairs with different numbers of processes, the largest drop first: one for each pair of numbers, then the
-    pairs that change most options."""
+    """Return pairs of layouts with different numbers of processes. First comes one pair for each pair of numbers, the
+    largest drop first; then come the pairs that have most options."""
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
     first = {(a.processes, b.processes): (a, b) for a, b in reversed(every)}
@@ -219,7 +219,7 @@ class Certifier:
         if missing := _missing_gpus(self.record, case, self._device):
             return case.result("not run", detail=missing)
         if case.check.reads and self._given.read is None:
-            return case.result("not run", detail="how it is read back is not given: `read` of TrackerSuite")
+            return case.result("not run", detail="it needs a way to read metrics back: `read` of TrackerSuite")
         directory = tempfile.mkdtemp(prefix="enginehouse-certify-")
         try:
             seen = []
@@ -241,7 +241,7 @@ class Certifier:
         written_for, since = protocol_of(self.record), case.check.since
         if not written_for or _version(written_for) >= _version(since):
             return case.result("failed", measured, detail)
-        newer = f"this check came with contract {since}, and the plugin is written for {written_for}"
+        newer = f"this check came with contract {since}, but the plugin is written for {written_for}"
         return case.result("warning", measured, f"{newer}: {detail}" if detail else newer)
 
     def versions(self) -> dict[str, str]:
@@ -355,7 +355,7 @@ def certify(
 
 
 def _lacks(check: Check, layout: Layout) -> bool:
-    """Return True if a layout is without a capability that a check needs, or is not for such checks."""
+    """Return True if a layout lacks a capability that a check needs, or is only for checks of other capabilities."""
     lacking = {check.capability, check.also} & set(layout.without)
     return bool(lacking) or bool(layout.only and check.capability not in layout.only)
 
@@ -370,7 +370,7 @@ def _missing_gpus(record: Any, case: Case, device: Device) -> str:
         import torch
 
         needed, available = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
-    return "" if available >= needed else f"needs {needed} GPU(s), and this machine has {available}"
+    return "" if available >= needed else f"needs {needed} GPU(s), but this machine has {available}"
 
 
 def _choose(

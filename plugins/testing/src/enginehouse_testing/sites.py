@@ -230,7 +230,7 @@ class RolloutSite(Site):
 
 
 class TransportSite(Site):
-    """This process, with both ends of a transport on threads.
+    """This process, with senders and receivers of a transport on threads.
 
     Args:
         seconds: deadline of operations that have to succeed, or to fail at once.

@@ -50,7 +50,7 @@ class Suite:
 
     @classmethod
     def given(cls) -> Given:
-        """Return the arguments and data for the record, which are the class attributes of these names."""
+        """Return the arguments and data for the record, from the class attributes named as the fields of `Given`."""
         return Given(**{field.name: getattr(cls, field.name) for field in fields(Given) if hasattr(cls, field.name)})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -140,7 +140,7 @@ class RolloutEngineSuite(Suite):
 
 
 class WeightTransportSuite(Suite):
-    """Tests everything that a weight transport promises, with both ends in this process.
+    """Tests everything that a weight transport promises, with senders and receivers in this process.
 
         from enginehouse_testing import WeightTransportSuite
 

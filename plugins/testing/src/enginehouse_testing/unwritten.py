@@ -24,7 +24,7 @@ class Unwritten:
 
     Attributes:
         line: number of the line of its `def`.
-        says: task of the method.
+        says: description of what the method has to do.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A reward that measures how much another one prints. Light, because processes of a reward pool import it."""
+"""A reward that measures how much another reward prints. It imports little, because pool processes import it."""
 
 from __future__ import annotations
 

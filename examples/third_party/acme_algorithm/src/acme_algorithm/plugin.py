@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Every command imports it: code is named by strings, and not imported."""
+"""Registers the parts of this package. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def enginehouse_register_losses(register):
     register(
         Loss(
             name="acme_algorithm",
-            summary="Policy gradient with an importance ratio that is cut, and has no gradient itself",
+            summary="Policy gradient, weighted by an importance ratio that is cut and detached",
             function="acme_algorithm.loss:acme_algorithm_loss",
         )
     )
@@ -24,7 +24,7 @@ def enginehouse_register_advantages(register):
     register(
         Advantage(
             name="acme_algorithm",
-            summary="Reward against its group's median",
+            summary="Reward minus the median reward of its group",
             function="acme_algorithm.advantage:acme_algorithm_advantage",
             compares_samples=True,  # plan asks for two samples of a prompt or more
             needs=("reward", "group"),  # the columns that it is given
@@ -37,7 +37,7 @@ def enginehouse_register_environments(register):
     register(
         Environment(
             name="acme_algorithm",
-            summary="A further try where an answer earns nothing",
+            summary="Further tries after an answer with a reward of 0 or less",
             environment="acme_algorithm.environment:AcmeAlgorithmEnvironment",
         )
     )

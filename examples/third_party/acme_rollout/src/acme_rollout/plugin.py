@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Every command imports it: code is named by strings, and not imported."""
+"""Registers the parts of this package. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ enginehouse_protocol = "1.1"
 
 
 TRANSFORMERS = "transformers==4.57.6"
-"""What the engine is tested with, whatever the trainer has: it runs in a Python environment of its own."""
+"""Versions that the engine is tested with. The engine has its own Python environment, so the trainer's may differ."""
 
 
 @hookimpl
@@ -18,7 +18,7 @@ def enginehouse_register_backends(register):
     register(
         RolloutBackend(
             name="acme_rollout",
-            summary="A transformers model, continuously batched, with a version of transformers of its own",
+            summary="A transformers model with continuous batching, in its own Python environment",
             engine="acme_rollout.rollout:AcmeRolloutEngine",  # imported in the worker, nowhere else
             options="acme_rollout.rollout_options:AcmeRolloutOptions",
             capabilities={PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS},

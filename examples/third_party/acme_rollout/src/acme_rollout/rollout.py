@@ -1,7 +1,7 @@
-"""The rollout engine `acme_rollout`: a transformers model, one pass for a token of each completion under way.
+"""The rollout engine `acme_rollout`: a transformers model whose pass generates a token of each running completion.
 
-The contract is `enginehouse.engines.rollout`. All methods are awaited on one event loop, and none may block it: the
-model runs on a thread of its own. Between two tokens, at a boundary, requests come and go and weights change.
+The contract is `enginehouse.engines.rollout`. All methods are awaited on one event loop and must not block it, so the
+model runs on its own thread. Requests begin and end, and weights change, only between two tokens, at a boundary.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AcmeRolloutEngine:
         """Load the model and be ready to generate, serving weight version 0.
 
         Raises:
-            ModelError: it cannot be loaded: it is not there, or lacks a parameter.
+            ModelError: the model does not exist, or lacks a parameter.
         """
         await self._on_thread(lambda: self._load(model, options, context))
         self._boundary = asyncio.Lock()  # who holds it is alone between two tokens
@@ -111,7 +111,7 @@ class AcmeRolloutEngine:
         return Health(running, len(self._waiting), self._paused, self._weights.version)
 
     async def shutdown(self) -> None:
-        """Answer what runs with what it had, and release everything."""
+        """Answer running requests with their tokens so far, and release everything."""
         if not self._ended:
             self._ended = "the engine was shut down"
             self._serving.cancel()
@@ -141,14 +141,14 @@ class AcmeRolloutEngine:
         return await job.answer
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests by id, or all of them; their `generate` returns what they had, with reason `"abort"`."""
+        """End requests by id, or all; their `generate` returns the tokens so far, with the reason `"abort"`."""
         self._check()
         async with self._boundary:
             jobs = [*self._running, *self._waiting]
             self._answer([job for job in jobs if ids is None or job.request.id in ids])
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating, and return once nothing runs; what arrives meanwhile waits."""
+        """Stop generating, and return once nothing runs. Requests that arrive during the pause wait."""
         self._check()
         self._paused, self._draining = True, mode == "wait"
         async with self._boundary:
@@ -159,32 +159,32 @@ class AcmeRolloutEngine:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._check()
         self._paused = self._draining = False
         self._settle()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
+        """Reject the call, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
+        """Reject the call, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     # Weights
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Be ready to stage a new version; what an unfinished update staged is thrown away.
+        """Prepare to stage a new version. Discard the weights that an unfinished update staged.
 
         Raises:
-            WeightSyncError: the version is not newer, or a parameter is not one of the model's.
+            WeightSyncError: the version is not newer, or the model lacks a parameter of the update.
         """
         self._check()
         self._weights.start(update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Stage some parameters: they are copied.
+        """Copy some parameters to the staged weights.
 
         Raises:
             WeightSyncError: unknown name, wrong shape or dtype.
@@ -193,10 +193,10 @@ class AcmeRolloutEngine:
         await self._on_thread(lambda: self._weights.stage(chunk))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Serve what was staged as `version`; what a kept request goes on with is computed anew.
+        """Serve the staged weights as `version`. Keys and values of kept requests are computed again.
 
         Raises:
-            WeightSyncError: a parameter is missing; the old version keeps serving.
+            WeightSyncError: a parameter is missing; the engine still serves the old version.
         """
         self._check()
         async with self._boundary:
@@ -204,12 +204,12 @@ class AcmeRolloutEngine:
             self._batch.weights_changed()
 
     async def abort_weight_update(self) -> None:
-        """Throw away what was staged."""
+        """Discard the staged weights."""
         self._check()
         self._weights.discard()
 
     async def weight_state(self) -> WeightState:
-        """Say which version is served, with a checksum of each parameter."""
+        """Return the served version, and a checksum of each parameter."""
         self._check()
         async with self._boundary:
             return await self._on_thread(self._weights.state)
@@ -217,7 +217,7 @@ class AcmeRolloutEngine:
     # Generating
 
     async def _serve(self) -> None:
-        """Compute tokens as long as there are requests; what goes wrong is everybody's answer."""
+        """Generate tokens while there are requests. If that fails, every request raises the error."""
         try:
             while True:
                 await self._due.wait()
@@ -229,13 +229,13 @@ class AcmeRolloutEngine:
                     await self._on_thread(lambda fresh=fresh: self._batch.advance(fresh, self._weights.version))
                     self._answer([job for job in self._running if all(row.reason for row in job.rows)])
         except Exception as error:
-            self._ended = f"it failed: {type(error).__name__}: {error}"
+            self._ended = f"the engine failed: {type(error).__name__}: {error}"
             for job in [*self._running, *self._waiting]:
                 if not job.answer.done():
                     job.answer.set_exception(EnginehouseError(f"acme_rollout: {self._ended}"))
 
     def _next(self) -> list[Job]:
-        """The requests to be begun: in order, as many as there is room for, and one in any case."""
+        """Return the next requests to begin, in order: as many as there is room for, and at least one if none runs."""
         taken: list[Job] = []
         room = self._max_running - len(self._batch.rows)
         while self._waiting and (len(self._waiting[0].rows) <= room or not (taken or self._running)):
@@ -244,7 +244,7 @@ class AcmeRolloutEngine:
         return taken
 
     def _answer(self, jobs: Sequence[Job]) -> None:
-        """Answer requests with what they have."""
+        """Answer requests with their tokens so far."""
         for job in jobs:
             if not job.answer.done():
                 for row in job.rows:
@@ -253,7 +253,7 @@ class AcmeRolloutEngine:
         self._settle()
 
     def _settle(self) -> None:
-        """Forget what was answered or cancelled, and see what is to be done."""
+        """Forget requests that were answered or cancelled, and set the events for what remains."""
         self._running = [job for job in self._running if not job.answer.done()]
         self._waiting = deque(job for job in self._waiting if not job.answer.done())
         go_on = bool(self._running) and (not self._paused or self._draining)

@@ -1,7 +1,8 @@
-"""AdamW over ranks that hold equal replicas: gradients and weights of losses are summed, then divided, once a step.
+"""AdamW for ranks that hold equal replicas of the model.
 
-They are summed by accelerate's `reduce`, not by DDP's hooks: a rank's shard may be empty, and ranks may make different
-numbers of passes, of which DDP knows nothing.
+Once per step, gradients and loss weights are summed over the ranks, and the gradients are divided by the weight.
+accelerate's `reduce` computes the sums, not DDP's hooks, because a rank's shard may be empty, and ranks may make
+different numbers of passes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Optimizer:
         )
 
     def count(self, weight: float) -> None:
-        """Add to what the loss has counted: the step's gradient is divided by the sum over all ranks."""
+        """Add a weight of the loss. The gradient of the step is divided by the sum of the weights of all ranks."""
         self._weight += weight
 
     def step(self) -> dict[str, float]:
@@ -76,7 +77,7 @@ class Optimizer:
     # What a checkpoint asks for
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The live moments, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        """Return the live moments, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
         found = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
@@ -87,7 +88,7 @@ class Optimizer:
         return found
 
     def restored(self, step_number: int) -> None:
-        """Go on from `step_number`, after the tensors of `state` were overwritten."""
+        """Continue after step `step_number`, once the tensors of `state` were overwritten."""
         self.step_number = step_number
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))

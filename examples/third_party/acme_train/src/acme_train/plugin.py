@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Every command imports it: code is named by strings, and not imported."""
+"""Registers the parts of this package. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The training engine `acme_train`: a transformers model, equal on every data-parallel rank, on accelerate.
 
-The contract is `enginehouse.engines.train`. Rows without padding, logprobs, losses and micro-batches are left to
-`enginehouse_torch.modeling`, for engines that run Hugging Face models in torch.
+The contract is `enginehouse.engines.train`. `enginehouse_torch.modeling` computes logprobs and losses, on rows without
+padding and in micro-batches. It serves engines that run Hugging Face models in torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AcmeTrainEngine:
         """Load the model, and give every rank the weights of the first.
 
         Raises:
-            ModelError: the model cannot be loaded, or is to be trained in something else than float32.
+            ModelError: the model cannot be loaded, has another head, or must be trained in another dtype than float32.
             ConfigError: the schedule decays, and `total_steps` is not set.
         """
         learning_rate(options.warmup_steps, options)
@@ -60,11 +60,11 @@ class AcmeTrainEngine:
         self._optimizer = Optimizer(dict(self._model.named_parameters()), options, self._accelerator)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients; where there is a `loss_mask`, for the tokens that it marks."""
+        """Compute `outputs` without gradients. If there is a `loss_mask`, compute them only for the tokens it marks."""
         return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Add up the gradient of the loss's sums, and what they are to be divided by."""
+        """Accumulate the gradient of the summed loss, and the weight by which the sum is divided."""
         metrics, weight = self._token_model.forward_backward(batch, loss)
         self._optimizer.count(weight)
         return metrics
@@ -74,14 +74,14 @@ class AcmeTrainEngine:
         return self._optimizer.step()
 
     def weight_source(self) -> Weights:
-        """Give access to the weights as they are now."""
+        """Return access to the live weights."""
         return Weights(unique_state(self._model, self._stored))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` and `"rng"`, whole or not at all; collective.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         checkpoint.save(path, self._state(what), self._ranks)
 
@@ -89,7 +89,7 @@ class AcmeTrainEngine:
         """Load what `save` wrote, with any number of ranks; collective.
 
         Raises:
-            CheckpointError: it is missing, incomplete, damaged or of another model.
+            CheckpointError: the checkpoint is missing, incomplete, damaged or of another model.
         """
         checkpoint.load(path, self._state(what), self._ranks)
 
@@ -130,13 +130,13 @@ class Weights:
         self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
-        """All of them, tied ones once."""
+        """Return the metadata of all parameters; tied parameters appear once."""
         return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each."""
+        """Yield each parameter."""
         return iter(self._tensors.items())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each: this rank's part is the whole."""
+        """Yield each parameter, because this rank's part is the whole."""
         return self.iter_full()

@@ -74,7 +74,7 @@ def _evaluate(node: ast.AST) -> int | float:
             return _operate(op, _evaluate(left), _evaluate(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _call(name, [_evaluate(argument) for argument in arguments])
-    raise ValueError(f"{ast.unparse(node)[:40]} is no arithmetic that is known here")
+    raise ValueError(f"{ast.unparse(node)[:40]} is not supported")
 
 
 def _operate(op: ast.AST, left: int | float, right: int | float) -> int | float:
@@ -86,7 +86,7 @@ def _operate(op: ast.AST, left: int | float, right: int | float) -> int | float:
 
 def _call(name: str, arguments: list[int | float]) -> int | float:
     if name == "round" and len(arguments) == 2 and not -MOST_CHARACTERS < arguments[1] < MOST_CHARACTERS:
-        raise ValueError("round takes fewer digits")
+        raise ValueError("the number of digits for round is too large")
     return _check_bounds(_FUNCTIONS[name](*arguments))
 
 

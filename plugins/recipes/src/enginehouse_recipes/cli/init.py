@@ -111,7 +111,7 @@ def _ask(
         except click.Abort:
             if sys.stdin.isatty():
                 raise
-            raise ConfigError(f"nobody answers for the {name}: say --{name}, or --yes for {default}") from None
+            raise ConfigError(f"no terminal to ask for the {name}: add --{name}, or --yes for {default}") from None
         try:
             return read(text)
         except UserError as error:

@@ -43,12 +43,12 @@ def read_machine(answer: str) -> Machine:
     match = _MACHINE.fullmatch(_WORDS.get(text, text))
     if match is None or (not int(match["gpus"]) and text not in _WORDS):
         raise ConfigError(
-            f"the machine {answer!r} is none of these: {LAPTOP}; a number of GPUs, as 1 or 8; or GPUs of a Ray cluster "
-            "and its address, as 8@auto or 16@10.0.0.1:6379"
+            f"the machine must be {LAPTOP}, a number of GPUs such as 1 or 8, or GPUs and the address of a Ray cluster "
+            f"such as 8@auto or 16@10.0.0.1:6379, not {answer!r}"
         )
     machine = Machine(int(match["gpus"]), match["address"] or "")
     if not machine.address and 0 < (here := visible_gpus()) < machine.gpus:
-        raise ConfigError(f"{machine.gpus} GPUs are not here, {here} are visible: say {here}, or {LAPTOP}")
+        raise ConfigError(f"this machine must have {machine.gpus} GPUs, but has {here}: choose {here}, or {LAPTOP}")
     return machine
 
 

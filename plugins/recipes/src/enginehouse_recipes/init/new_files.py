@@ -23,7 +23,7 @@ class NewFiles:
         """Raise `ConfigError` if a file with one of these names exists."""
         for name in names:
             if os.path.lexists(path := self.directory / name) and name not in self.made:
-                raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
+                raise ConfigError(f"{path} exists already, and nothing is overwritten: choose another directory")
 
     def write(self, name: str, text: str) -> str:
         self.check(name)

@@ -82,15 +82,15 @@ def read_rows(
         raise DataError(f"unknown data {answer!r}. Give a path or a sample. {nearest(answer, SAMPLES)}")
     if not model.path and path.exists():
         raise ConfigError(
-            f"the model {TINY!r} knows the few characters of {' and '.join(SAMPLES)}, and cannot read {path}: name a "
-            f"model of your own, or data {next(iter(SAMPLES))}"
+            f"the model {TINY!r} knows only the characters of {' and '.join(SAMPLES)}, and cannot read {path}: choose "
+            f"a model of your own, or the data {next(iter(SAMPLES))}"
         )
     train, validation = _find_files(path, files)
     rows = _inspect(train, prompt, answers)
     if rows.chats and not model.chats:
         raise ConfigError(
-            f"the column {rows.prompt!r} of {path} holds chat messages, and the model {model.path} has no chat "
-            "template to write them by: name a chat model, or data whose prompts are text"
+            f"the column {rows.prompt!r} of {path} holds chat messages, but the model {model.path} has no chat "
+            "template: choose a chat model, or data whose prompts are text"
         )
     paths = [config_path(file, files.directory) for file in train]
     held_out = None if validation is None else config_path(validation, files.directory)
@@ -106,7 +106,7 @@ def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
         plugins().get(Environment, "tools")
         if not model.chats:
             raise ConfigError(
-                f"the model {model.path} has no chat template, by which tools are called: name a chat model, or data "
+                f"the model {model.path} has no chat template, which tool calls need: choose a chat model, or the data "
                 "sorting"
             )
     chats = tools if not model.path else model.chats
@@ -206,8 +206,8 @@ def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> P
     prompt = prompt or _guess(columns, PROMPTS, head, _is_prompt)
     if prompt is None:
         raise PromptsUnknown(
-            f"no column of {paths[0]} is known to hold prompts, which are text, or chat messages of which the last is "
-            f"not the assistant's; it has {', '.join(columns)}: say which by --prompt COLUMN"
+            f"no column of {paths[0]} is known to hold prompts (text, or chat messages that do not end with the "
+            f"assistant's); it has {', '.join(columns)}: name the column by --prompt COLUMN"
         )
     if "response" in columns:
         raise DataError(f"{paths[0]}: a reward gets 'response' from the run; rename the column 'response' in the data")

@@ -22,12 +22,12 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
     inputs, outputs, asserts = (arguments.get(f"{name}_column") for name in ("inputs", "outputs", "asserts"))
     if bool(inputs) != bool(outputs) or not (inputs or asserts):
         raise ConfigError(
-            "the reward 'code' takes inputs_column and outputs_column, or asserts_column, or all three: the names of "
-            "columns of tests"
+            "the reward 'code' needs inputs_column and outputs_column, or asserts_column, or all three: the names of "
+            "columns with tests"
         )
     for name in filter(None, (inputs, outputs, asserts)):
         if columns is not None and name not in columns:
-            raise ConfigError(f"the reward 'code' has no column {name!r} of tests. {nearest(name, columns)}")
+            raise ConfigError(f"the reward 'code' needs the column {name!r} with tests. {nearest(name, columns)}")
     if arguments.get("isolation", "required") == "required":
         try:
             sandbox.check_isolation()
@@ -77,7 +77,10 @@ def code(
     tests = parse(asserts).body
     number = len(inputs) + sum(map(_is_test, tests))
     if len(inputs) != len(outputs) or not number:
-        raise ValueError(f"the row has {len(inputs)} inputs, {len(outputs)} outputs and {number} tests in all")
+        raise ValueError(
+            f"a row must have as many inputs as outputs and at least one test, but has {len(inputs)} inputs, "
+            f"{len(outputs)} outputs and {number} tests"
+        )
     blocks = _BLOCK.findall(response)
     if not blocks:
         return 0.0

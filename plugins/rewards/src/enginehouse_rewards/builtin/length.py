@@ -16,9 +16,9 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
     """Raise `ConfigError` unless the arguments define exactly one penalty."""
     target, most, buffer = (arguments.get(name) for name in ("target", "max_tokens", "buffer_tokens"))
     if (target is None) == (most is None) or (most is None) != (buffer is None):
-        raise ConfigError("the reward 'length' takes target, or max_tokens and buffer_tokens")
+        raise ConfigError("the reward 'length' needs either target, or max_tokens and buffer_tokens")
     if most is not None and buffer is not None and buffer > most:
-        raise ConfigError(f"buffer_tokens is {buffer}, more than max_tokens, {most}")
+        raise ConfigError(f"buffer_tokens must be at most max_tokens, {most}, not {buffer}")
 
 
 @checked_reward(check)
@@ -43,5 +43,5 @@ def length(
     if target is not None:
         return -min(abs(response_tokens - target) / target, 1.0)
     if max_tokens is None or buffer_tokens is None:
-        raise ValueError("length takes target, or max_tokens and buffer_tokens")
+        raise ValueError("length needs either target, or max_tokens and buffer_tokens")
     return -min(max(response_tokens - (max_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)

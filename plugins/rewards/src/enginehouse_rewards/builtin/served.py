@@ -46,7 +46,7 @@ async def served(
     except (KeyError, IndexError, TypeError, ValueError) as error:
         shown = json.dumps(reply)[:200]
         raise RuntimeError(
-            f"{address} answered no single score, as a reward model of {server}'s would: {shown}"
+            f"{address} must return a single score, as a reward model on {server} does, not {shown}"
         ) from error
 
 
@@ -65,6 +65,6 @@ def _post(address: str, body: dict[str, Any]) -> Any:
         return json.loads(text)
     except urllib.error.HTTPError as error:
         reason = error.read(300).decode(errors="replace")
-        raise RuntimeError(f"{address} refuses with status {error.code}: {reason}") from error
+        raise RuntimeError(f"{address} rejected the request with status {error.code}: {reason}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise RuntimeError(f"{address} cannot be asked: {error}") from error
+        raise RuntimeError(f"the request to {address} failed: {error}") from error

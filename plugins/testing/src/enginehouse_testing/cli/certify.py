@@ -42,7 +42,7 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
     click.echo(f"{certificate['kind']} {certificate['backend']}{model}, written {certificate['written']}: {verdict}")
     for line in lines:
         click.echo(line)
-    click.echo("It is not of what is installed." if lines else "It is of what is installed.")
+    click.echo(f"It {'does not match' if lines else 'matches'} the installed software.")
     sys.exit(0 if certificate["passed"] and not lines else 1)
 
 
@@ -159,7 +159,7 @@ def _find_records(
 
     manager = plugins()
     if not manager.is_name(name) and kind is None:
-        raise UserError(f"what {name!r} is, is not known: say --kind {', '.join(NAMED_BY_MODULE)}")
+        raise UserError(f"{name!r} does not say its kind: add --kind, one of {', '.join(NAMED_BY_MODULE)}")
     all_kinds = [candidate for candidate in KINDS if candidate in {record.kind for record in RECORDS}]
     kinds = [kind] if kind else [candidate for candidate in all_kinds if manager.providers(candidate, name)]
     if not kinds:
@@ -195,12 +195,12 @@ def _read_given(arguments: str | None, columns: Sequence[str], examples: str | N
     except yaml.YAMLError as error:
         raise UserError(f"--arguments cannot be read: {error}") from error
     if not isinstance(mapping, dict):
-        raise UserError(f"--arguments are to be a mapping, {{clip: 0.3}} say, not {arguments!r}")
+        raise UserError(f"--arguments must be a mapping such as {{clip: 0.3}}, not {arguments!r}")
     places: dict[str, Any] = {}
     for column in columns:
         name, _, place = column.partition("=")
         if place not in ("row", "token"):
-            raise UserError(f"--column {column}: write NAME=row, or NAME=token")
+            raise UserError(f"--column must be NAME=row or NAME=token, not {column}")
         places[name] = place
     return Given(arguments=mapping, columns=places, examples=_read_rows(Path(examples)) if examples else ())
 
@@ -217,15 +217,15 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise UserError(f"--examples {path}, line {number}: {error}") from error
         if not isinstance(row, dict):
-            raise UserError(f"--examples {path}, line {number} is no JSON object")
+            raise UserError(f"--examples {path}, line {number} is not a JSON object")
         rows.append(row)
     if not rows:
-        raise UserError(f"--examples {path} has no line")
+        raise UserError(f"--examples {path} is empty")
     return rows
 
 
 def _list(name: str | None, kind: str | None) -> None:
-    """List the checks of a kind, of a name's kinds, or of all."""
+    """List the checks of a kind, of all kinds of a name, or of all kinds."""
     from enginehouse_testing.checks import checks_of
 
     kinds = [kind] if kind else [record.kind for record in _find_records(name, None)] if name else KINDS
@@ -255,7 +255,7 @@ def _choose_quick(record: Record, layouts: Sequence[str] | None) -> dict[str, Se
 
 
 def _certify_all(records: Sequence[Record], directory: Path, quick: bool, how: Mapping[str, Any]) -> bool:
-    """Run the suites of records, each of several in its own folder; return True if all ran and none failed."""
+    """Run the suite of each record; return True if all ran and none failed. Several records get a folder each."""
     clean = True
     for record in records:
         if not how["checks"] and _say_unwritten(record):
@@ -299,7 +299,7 @@ def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
         with Interrupts(lambda: None):
             certificate = certify(record, **{**how, "device": device}, begins=begins, ended=ended)
     except (KeyboardInterrupt, SystemExit):
-        click.echo(f"Interrupted. What was found until then is in {directory / 'certificate.json'}", err=True)
+        click.echo(f"Interrupted. The results so far are in {directory / 'certificate.json'}", err=True)
         sys.exit(EXIT_CODE)
     _show(certificate, console)
     click.echo(f"{record.name} ({record.kind}): {certificate.verdict()}. {directory / 'certificate.json'}")
@@ -307,7 +307,7 @@ def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
 
 
 def _show(certificate: Certificate, console: Console) -> None:
-    """Print a line for each check with a column for each layout, and one for the worst result between layouts."""
+    """Print a line for each check, with a column for each layout and a column for the worst result between layouts."""
     from rich.table import Table
 
     results = certificate.checks

@@ -74,8 +74,8 @@ def matrix(
     """Test which engines work together.
 
     The command certifies each registered engine and weight transport. Then it makes a short real run of each
-    combination that `enginehouse plan` accepts, and writes a page with the results. A second call makes only what is
-    missing, failed, or has other versions or settings.
+    combination that `enginehouse plan` accepts, and writes a page with the results. A second call repeats only what is
+    missing, failed, or was made with other versions or settings.
 
     \b
     enginehouse matrix --output docs/compatibility.md
@@ -113,7 +113,7 @@ def matrix(
 
 
 def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, command: str) -> MatrixFindings:
-    """Return the findings of a page. The rows of the tiny model say which command makes the page."""
+    """Return the findings of a page. The page keeps the command of its tiny-model rows if `model` is another model."""
     from enginehouse_testing.matrix.findings import earlier_findings
 
     findings = earlier_findings(page)
@@ -140,7 +140,7 @@ def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination]
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
 
     def say_interrupted() -> None:
-        click.echo(f"Interrupted. What was found is in {maker.page}; the same command goes on from there.", err=True)
+        click.echo(f"Interrupted. Results so far: {maker.page}. The same command continues from there.", err=True)
 
     try:
         with Interrupts(say_interrupted), progress:

@@ -97,11 +97,11 @@ def _make(directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--out") from error
+        raise click.BadParameter(f"{directory} cannot be created: {error.strerror}", param_hint="--out") from error
 
 
 def _compare(planned: Plan, prompts: int, tolerance: float | None, model: str, console: Console) -> ParityReport:
-    """Compare the engines of a plan. A worker's error becomes the user's mistake if a user's mistake caused it."""
+    """Compare the engines of a plan. If a mistake of the user caused a worker's error, raise the mistake instead."""
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.controller.errors import unwrap_user_error
 

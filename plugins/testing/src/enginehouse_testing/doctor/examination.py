@@ -226,7 +226,7 @@ def _load_harmless(examinations: Sequence[tuple[Candidate, Examined | None]]) ->
 
 
 def _find_candidates(name: str) -> list[Candidate]:
-    """Return the installed plugins that a name refers to. None is imported if the name is a plugin's."""
+    """Return the installed plugins that a name refers to. If a plugin has this name, nothing is imported."""
     candidates = find_installed()
     if named := [candidate for candidate in candidates if candidate[0].answers_to(name)]:
         return named
@@ -316,7 +316,7 @@ class _Examination:
             where = (self._find_frame(stack) if stack else "") or self.file
             yield Finding(what=plugin.problem, where=where, cure=self.blocking)
         if examined is None:
-            yield Finding(severity="note", what="no process could be started to examine it in")
+            yield Finding(severity="note", what="no process could be started to examine the plugin")
             return
         for warning in examined.loaded.get("warnings", ()):
             yield Finding(what=warning, where=self.file, cure=self.blocking)
@@ -337,14 +337,14 @@ class _Examination:
         if loading := self._loading():
             if lines := loading.printed.splitlines():
                 more = f" and {len(lines) - 1} more lines" if lines[1:] else ""
-                yield f"it prints where it is loaded: {lines[0]!r}{more}"
+                yield f"it prints while it is loaded: {lines[0]!r}{more}"
             if loading.threads:
-                yield f"it starts threads where it is loaded: {', '.join(loading.threads)}"
+                yield f"it starts threads while it is loaded: {', '.join(loading.threads)}"
             if loading.variables:
-                yield f"it changes environment variables where it is loaded: {', '.join(loading.variables)}"
+                yield f"it changes environment variables while it is loaded: {', '.join(loading.variables)}"
         for (kind, name), heavy in zip(loaded.get("records", ()), loaded.get("heavy", ())):
             if heavy:
-                yield f"{kind} {name!r}: importing its options brings {', '.join(heavy)}: every `plan` waits for that"
+                yield f"{kind} {name!r}: its options import {', '.join(heavy)}, which makes every `plan` slow"
 
     def _check_distribution(self) -> Iterator[Finding]:
         """Yield requirements of the distribution that are not installed, although pip would have installed them."""
@@ -431,7 +431,7 @@ class _Examination:
                 yield RuntimeReadiness(runtime.name, state.word, state.problem, state.cure)
 
     def _check_unusable(self, record: Backend, here: RuntimeReadiness, chosen: Chosen) -> Iterator[Finding]:
-        """Yield the reason why a backend can run nowhere."""
+        """Yield the reason why a backend cannot run in this environment or in a runtime."""
         what = f"{record.kind} {record.name!r}"
         if self.device not in record.devices:
             yield Finding(severity="note", what=f"{what}: {chosen.why}")
@@ -457,7 +457,7 @@ class _Examination:
         yield from self._faults(examined, lambda named: named == (record.kind, record.name), interpreter.name)
 
     def _check_names(self) -> Iterator[Finding]:
-        """Yield the plugin's names that another distribution offers too."""
+        """Yield the names that both the plugin and another distribution offer."""
         for record in self.plugin.records:
             providers = self.manager.providers(record.kind, record.name)
             if len(providers) > 1:
@@ -505,7 +505,7 @@ def _stack_of(output: str) -> str:
 def _choose_interpreter(record: Backend, device: str) -> tuple[Interpreter | None, Chosen]:
     """Return the interpreter that `engine.runtime=auto` chooses for a backend here, or None, and the choice."""
     if device not in record.devices:
-        return None, Chosen("", f"it runs on {' and '.join(record.devices)}, and a run here would be on {device}")
+        return None, Chosen("", f"it runs on {' and '.join(record.devices)}, but a run here would be on {device}")
     try:
         interpreter = choose_runtime(record, "auto", device)
     except RuntimeProblem as error:
@@ -514,7 +514,7 @@ def _choose_interpreter(record: Backend, device: str) -> tuple[Interpreter | Non
 
 
 def _pick_transports(manager: PluginManager, device: str, examined: Sequence[PluginReport]) -> Iterator[PairReport]:
-    """Yield the transports for pairs of backends that can run here, one of them from an examined plugin."""
+    """Yield the transport for each pair of backends that can run here and include one of an examined plugin."""
     owners = [(plugin.distribution, plugin.name) for plugin in examined]
     usable: list[tuple[Any, Interpreter, bool]] = []
     for kind in (TrainBackend, RolloutBackend):

@@ -61,16 +61,16 @@ def off_contract(imported: Import) -> tuple[bool, str]:
     module, name = imported.module, imported.name
     address = f"{module}.{name}".rstrip(".")
     if address in MOVED:
-        return False, f"it imports {address}, which is {MOVED[address]} now; the old address goes with contract 2.0"
+        return False, f"it imports {address}, which is now {MOVED[address]}; contract 2.0 removes the old import path"
     modules = {part for promise in promised() for part in _with_parents(promise)}
     is_promised = module in promised() and name in {"*", *promised()[module]}
     if module.partition(".")[0] not in tops or is_promised or address in modules:
         return False, ""
     elsewhere = sorted(f"{promise}.{name}" for promise, names in promised().items() if name in names)
     if not _exists(imported):
-        return True, f"it imports {address}, which is not there" + (f": it is {elsewhere[0]}" if elsewhere else "")
-    hint = f"; the contract has it as {elsewhere[0]}" if elsewhere else "; it may change with any version"
-    return False, f"it imports {address}, which is not of the contract{hint}"
+        return True, f"it imports {address}, which does not exist" + (f": use {elsewhere[0]}" if elsewhere else "")
+    hint = f"; the contract has it as {elsewhere[0]}" if elsewhere else " and may change with any version"
+    return False, f"it imports {address}, which is not part of the contract{hint}"
 
 
 def _with_parents(module: str) -> Iterator[str]:

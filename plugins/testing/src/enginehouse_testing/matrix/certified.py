@@ -58,7 +58,7 @@ def certified(
         if former is not None and same_model and still_stands(former, now, origin_of(record), device_of(record)):
             return findings(former)
         if not make:
-            return {**nothing, "problem": "there is no certificate of the code and versions that are installed"}
+            return {**nothing, "problem": "there is no certificate for the installed code and versions"}
 
         def ended(certificate: Certificate) -> None:
             certificate.write(place)

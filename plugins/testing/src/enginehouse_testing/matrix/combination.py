@@ -85,7 +85,7 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
     """Return the chosen names of a kind, or all its registered names, usable or not, with core's own names first.
 
     Raises:
-        UserError: there is nothing of a chosen name.
+        UserError: no record has a chosen name.
     """
     registered = list(dict.fromkeys(record.name for record in plugins.all(kind)))
     for name in asked:

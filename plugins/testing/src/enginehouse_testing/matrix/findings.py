@@ -69,7 +69,7 @@ class MatrixFindings:
         )
 
     def write(self, page: Path) -> None:
-        """Write the page, and beside it the JSON with its findings; each file is replaced in one step."""
+        """Write the page, and beside it the JSON with its findings. Each file is replaced atomically."""
         self.commit = head()
         self.written = datetime.now(UTC).isoformat(timespec="seconds")
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -29,11 +29,11 @@ class Onlooker(Protocol):
         ...
 
     def part(self, number: int, of: int, what: str) -> None:
-        """Report that part `number` of it begins, counted from 1."""
+        """Report that part `number`, counted from 1, of the current certificate or combination begins."""
         ...
 
     def ended(self, message: str, failed: bool) -> None:
-        """Report that it has ended, with a message."""
+        """Report that the current certificate or combination has ended, with a message."""
         ...
 
 
@@ -63,7 +63,7 @@ class MatrixMaker:
         """Read the certificates of all parts. With `make`, make missing ones; with `again`, make all.
 
         Returns:
-            True if no certificate has a failed check, and none that was there before is missing.
+            True if no certificate has a failed check, and no earlier certificate is missing now.
         """
         device, _ = pick_device("auto")
         clean = True
@@ -95,7 +95,7 @@ class MatrixMaker:
             again: True to run combinations that have such a row, too.
 
         Returns:
-            True if no run failed, and none that was made before is now impossible.
+            True if no run failed, and the plan still allows every combination that ran before.
         """
         config = make_task(self.directory / "task" / folder_of(self.model.label), self.model)
         clean = True
@@ -108,9 +108,10 @@ class MatrixMaker:
         return clean
 
     def _add(self, finding: MatrixRow | dict[str, Any], message: str, *, lost: bool, failed: bool) -> bool:
-        """Add a finding, unless it has no result and would replace one (`lost`). Return True if all is well."""
+        """Add a finding. If it is `lost`, keep the earlier result that it would replace. Return True if it is neither
+        lost nor failed."""
         if lost:
-            message = f"{message}; what was found before is kept"
+            message = f"{message}; the earlier result is kept"
         else:
             self.findings.add(finding)
             self._write()

@@ -166,4 +166,4 @@ def error_of(directory: Path, log: Path, since: float = 0.0) -> str:
             return str(content["error"])
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [number for number, line in enumerate(lines) if line.startswith("Error:")]
-    return "\n".join(lines[errors[-1] :] if errors else lines[-3:]) or "it said nothing"
+    return "\n".join(lines[errors[-1] :] if errors else lines[-3:]) or "it printed nothing"

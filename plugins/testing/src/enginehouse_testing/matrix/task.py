@@ -1,4 +1,4 @@
-"""The task of every matrix run: a tiny model with random weights, or the user's model, is rewarded for digits.
+"""The task of every matrix run: a tiny model with random weights, or the user's model, gets rewards for digits.
 
 Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
 """
@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_head
 
 
 def digits(prompt: str, response: str, **columns: object) -> float:
-    """Return the number of digits, as a fraction of the longest response.
+    """Return the number of digits in a response, divided by the maximum length of a response in tokens.
 
     >>> digits("3 ", "1234 5678 abcdef")
     0.25

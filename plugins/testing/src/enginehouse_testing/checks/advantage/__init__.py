@@ -26,14 +26,14 @@ def _needs(trial: AdvantageTrial) -> Measured:
     """It reads no other columns than its record declares."""
     needs = trial.record.needs
     if needs is None:
-        return Measured(0.0, "it declares no needs, and is given every column")
+        return Measured(0.0, "the record declares no `needs`, so a run passes every column")
     batch = trial.samples()
     columns = [name for name in trial.given.columns if name not in needs]
     absent = [name for name in needs if name not in batch]
     if absent:
-        return wrong(f"it needs {', '.join(absent)}, which the suite's samples do not have; say so in `columns`")
+        return wrong(f"the suite's samples lack columns of `needs`: {', '.join(absent)}. Add them to `columns`")
     credits = by_token(trial.call(batch.select([*needs, *columns])), batch)
-    return _difference(credits, trial.credits(batch), "with the columns it declares alone, ")
+    return _difference(credits, trial.credits(batch), "with only the columns that the record declares, ")
 
 
 @CHECKS.act()
@@ -72,7 +72,7 @@ def _equal_rewards(trial: AdvantageTrial) -> str:
 def _one_sample(trial: AdvantageTrial) -> Measured | str:
     """It accepts one sample per prompt, unless it declares that it compares samples."""
     if trial.record.compares_samples:
-        return Measured(0.0, "it declares that it compares samples, and is never given one alone")
+        return Measured(0.0, "it declares that it compares samples, so a run never passes a single sample of a prompt")
     batch = trial.samples(groups=5, size=1)
     problem = problem_of(trial.call(batch), batch)
     return problem and f"with one sample of each prompt: {problem}"
@@ -102,7 +102,7 @@ def _untouched(trial: AdvantageTrial) -> str:
     before = batch.clone()
     trial.call(batch)
     changed = [name for name in batch.columns if not batch.select([name]).equal(before.select([name]))]
-    return f"it wrote into {', '.join(changed)}" if changed else ""
+    return f"it changed in place: {', '.join(changed)}" if changed else ""
 
 
 @CHECKS.act(tolerance=EXACT)

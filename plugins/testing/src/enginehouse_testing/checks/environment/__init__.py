@@ -77,7 +77,7 @@ def _at_once(trial: EnvironmentTrial) -> str:
         together = await asyncio.gather(*(trial.play(environment, task, None, partial(_delay, 1)) for task in tasks))
         for task, episodes, concurrent in zip(tasks, alone, together, strict=True):
             if _rows(episodes) != _rows(concurrent):
-                return f"task {task.serial} is played otherwise beside others"
+                return f"task {task.serial} gives other episodes if other tasks are played at the same time"
         return ""
 
     return asyncio.run(play())
@@ -104,7 +104,7 @@ def _loop(trial: EnvironmentTrial) -> Measured:
         return max(gaps)
 
     seconds = min(asyncio.run(longest()) for _ in range(TRIES))
-    return Measured(seconds, f"it kept the event loop for {seconds:.2g} s; await what takes time")
+    return Measured(seconds, f"it blocked the event loop for {seconds:.2g} s: await slow operations")
 
 
 @CHECKS.act()
@@ -123,18 +123,18 @@ def _cancelled(trial: EnvironmentTrial) -> str:
                 return False
         return ended
 
-    return "" if asyncio.run(cancel()) else "it goes on, or returns episodes, though it was cancelled"
+    return "" if asyncio.run(cancel()) else "it continued, or returned episodes, after it was cancelled"
 
 
 @CHECKS.act()
 def _errors(trial: EnvironmentTrial) -> str:
-    """An error that the policy raises leaves the environment."""
+    """It does not catch an error that the policy raises."""
     error = RuntimeError("made up: the replica is gone")
     try:
         asyncio.run(trial.play(trial.environment(), trial.tasks()[0], error=error))
     except Exception:
         return ""
-    return "what the policy raised did not leave it: the run would never know"
+    return "it caught an error of the policy, so the run would never learn of the error"
 
 
 def _rows(episodes: Sequence[Episode]) -> list[list[list[int]]]:

@@ -11,8 +11,8 @@ from enginehouse_testing.loss_trial import LossTrial, OtherWay, Stopped
 from enginehouse_testing.samples import now
 
 STEPS = (3e-2, 1e-2, 3e-3)
-"""A token's gradient is compared with the nearest of its differences, one-sided and two-sided: a large step may cross a
-kink, and a small step leaves only rounding."""
+"""Step sizes of the differences of the loss. A token's gradient is compared with the nearest difference, one-sided or
+two-sided, because a large step may cross a kink, and a small step leaves only rounding."""
 
 ROWS = 5
 
@@ -21,7 +21,7 @@ CHECKS = Checks()
 
 @CHECKS.act(tolerance=5e-3)
 def _gradient(trial: LossTrial) -> Measured:
-    """The gradient is the loss's change with each token's output, except for parts that are detached on purpose."""
+    """Each token's gradient equals the measured slope of the loss; values that the loss detaches are kept constant."""
     batch = trial.samples().slice(0, ROWS)
     name = now(trial.record.output)
     column = batch.ragged(name)
@@ -55,6 +55,6 @@ def _gradient(trial: LossTrial) -> Measured:
     worst = int(errors.argmax())
     return Measured(
         float(errors[worst]) / scale,
-        f"the gradient of token {counted[worst]} is {own[worst]:.4g}, but the loss rises by {slopes[worst, 0]:.4g}; "
-        "what is detached, or computed under no_grad, was held fast",
+        f"the gradient of token {counted[worst]} is {own[worst]:.4g}, but the slope of the loss is "
+        f"{slopes[worst, 0]:.4g}; values that the loss detaches, or computes under no_grad, were kept constant",
     )

@@ -16,15 +16,15 @@ CHECKS = Checks(tolerance=ROUNDING)
 
 @CHECKS.act(tolerance=EXACT)
 def _value(trial: LossTrial) -> str:
-    """It returns a LossValue: a finite scalar with a gradient, a number to divide by, and metrics that add up."""
+    """It returns a LossValue: a finite scalar total with a gradient, its weight, and metrics of type Mean or Max."""
     view = trial.view(trial.samples())
     value = trial.call(view)
     if problems := problems_of(value):
         return "; ".join(problems)
     if not value.weight > 0:
-        return f"the weight is {value.weight}, though tokens count"
+        return f"the weight is {value.weight}, although some tokens count"
     if not value.total.requires_grad:
-        return f"the total has no gradient by {trial.record.output}: all of it is detached"
+        return f"the total has no gradient with respect to {trial.record.output}: it is detached"
     return "" if bool(trial.gradient(view, value).isfinite().all()) else "the gradient of a token is not finite"
 
 
@@ -72,7 +72,7 @@ def _uncounted(trial: LossTrial) -> Measured:
 
 @CHECKS.act()
 def _silent_rows(trial: LossTrial) -> Measured:
-    """Rows in which no token counts change nothing, even if a micro-batch contains no others."""
+    """Rows in which no token counts change nothing, even if a micro-batch contains only such rows."""
     batch = trial.samples()
     rows = [2, 3, len(batch) - 1]
     counting = torch.tensor([row not in rows for row in range(len(batch))])
@@ -84,11 +84,11 @@ def _silent_rows(trial: LossTrial) -> Measured:
     alone = trial.call(view)
     problems = problems_of(alone)
     if not problems and (alone.total.item() != 0 or alone.weight != 0):
-        problems = [f"total {alone.total.item()} and weight {alone.weight}, where both are to be 0"]
+        problems = [f"total and weight must be 0, not {alone.total.item()} and {alone.weight}"]
     if not problems and not bool(trial.gradient(view, alone).eq(0).all()):
-        problems = ["a gradient that is not 0"]
+        problems = ["the gradient must be 0"]
     if problems:
-        return wrong(f"of a micro-batch in which no token counts: {'; '.join(problems)}")
+        return wrong(f"for a micro-batch in which no token counts: {'; '.join(problems)}")
     return Measured(error, f"without the rows in which no token counts, {where}")
 
 

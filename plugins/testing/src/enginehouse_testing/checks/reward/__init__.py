@@ -33,14 +33,14 @@ def _score(trial: RewardTrial) -> str:
 @CHECKS.act(tolerance=1e-6)
 def _expected(trial: RewardTrial) -> Measured:
     """Each example gets the reward that the example states."""
-    worst = Measured(0.0, "" if trial.given.examples else "no example says what its reward is to be")
+    worst = Measured(0.0, "" if trial.given.examples else "no example states its expected reward")
     for example, row in zip(trial.given.examples, trial.rows(), strict=False):
         if "reward" not in example:
             continue
         (score,) = trial.scores([row])
         error = abs(score.reward - float(example["reward"]))
         if not error <= worst.error:
-            worst = Measured(error, f"of {_shown(row)} the reward is {score.reward:g}, not {example['reward']}")
+            worst = Measured(error, f"the reward of {_shown(row)} is {score.reward:g}, not {example['reward']}")
     return worst
 
 
@@ -60,14 +60,14 @@ def _quiet(trial: RewardTrial) -> Measured:
         return Measured(0.0, "no row has a score")
     printed = [score.reward for score in trial.watching.score(rows)]
     most = max(range(len(rows)), key=lambda row: printed[row])
-    return Measured(printed[most], f"{printed[most]:g} bytes for {_shown(rows[most])}" if printed[most] else "")
+    return Measured(printed[most], f"printed {printed[most]:g} bytes for {_shown(rows[most])}" if printed[most] else "")
 
 
 @CHECKS.act()
 def _repeatable(trial: RewardTrial) -> Measured:
     """The same rows get the same scores a second time."""
     if not trial.given.repeatable:
-        return Measured(0.0, "it says that it is not")
+        return Measured(0.0, "not checked: the author declares that the reward is not repeatable")
     rows = trial.rows()
     return _difference(trial.scores(rows), trial.scores(rows), rows, "the second time")
 
@@ -76,7 +76,7 @@ def _repeatable(trial: RewardTrial) -> Measured:
 def _alone(trial: RewardTrial) -> Measured:
     """A row's score does not depend on the rows that are scored with it or before it."""
     if not trial.given.repeatable:
-        return Measured(0.0, "it says that it is not repeatable")
+        return Measured(0.0, "not checked: the author declares that the reward is not repeatable")
     rows = trial.rows()
     together = trial.scores(rows)
     alone = [trial.scores([row])[0] for row in rows]

@@ -1,4 +1,4 @@
-"""Checks that a rollout engine takes over and changes nothing in a training engine's process."""
+"""Checks that a rollout engine in the process of a training engine leaves the state of that process unchanged."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _digest(content: bytes) -> str:
 
 
 async def _colocate(replica: ReplicaTrial) -> tuple[list[str], list[SampledCompletion]]:
-    """Run an engine's life between the steps of a trainer, and the same steps without the engine."""
+    """Run a trainer's steps once without the engine, and once with calls of the engine between the steps."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mistakes: list[str] = []
     try:
@@ -102,7 +102,7 @@ async def _colocate(replica: ReplicaTrial) -> tuple[list[str], list[SampledCompl
         completions = await between("generate", drawing)
         await between("shutdown", replica.engine.shutdown())
         if beside != alone:
-            mistakes.append(f"a trainer's losses beside it are {beside}, without it {alone}")
+            mistakes.append(f"a trainer's losses are {beside} with the engine in its process, and {alone} without")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

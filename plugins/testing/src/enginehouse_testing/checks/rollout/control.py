@@ -1,4 +1,4 @@
-"""Checks that requests can be aborted, paused and resumed: no generated token is lost, and waiting requests wait."""
+"""Checks that requests can be aborted, paused and resumed, that no token is lost, and that a pause holds requests."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ async def _overtaking(replica: ReplicaTrial) -> str:
         if overtaken:
             return ""
     return (
-        f"a request for 2 tokens that came after one for {LONG} was answered after it, {ATTEMPTS} times of {ATTEMPTS}: "
-        "take requests up while others run (continuous batching); an engine that answers batch by batch can neither "
-        "be aborted nor paused"
+        f"a request for 2 tokens was answered only after an earlier request for {LONG}, in {ATTEMPTS} of {ATTEMPTS} "
+        "attempts: begin requests while others run (continuous batching). An engine that answers batch by batch can "
+        "neither abort nor pause requests"
     )
 
 
@@ -62,12 +62,12 @@ async def _abort_one_of_two(replica: ReplicaTrial) -> tuple[SampledCompletion, S
 
 @CHECKS.judge(_abort_one_of_two)
 def abort_one(completions: tuple[SampledCompletion, SampledCompletion]) -> Measured:
-    """An aborted request returns the tokens it had, with their logprobs, and the request beside it continues."""
+    """An aborted request returns the tokens it had, with their logprobs, and another running request continues."""
     aborted, beside = completions
     if mistake := _not_aborted(aborted):
         return wrong(mistake)
     if (len(beside.tokens), beside.reason) != (60, "length"):
-        return wrong(f"the request beside it ended with {len(beside.tokens)} of 60 tokens, {beside.reason!r}")
+        return wrong(f"the other request ended with {beside.reason!r} after {len(beside.tokens)} of 60 tokens")
     return serves("tied", [aborted, beside])
 
 
@@ -77,7 +77,7 @@ def _not_aborted(completion: SampledCompletion) -> str:
     if completion.reason != "abort":
         ended = f"ended with {completion.reason!r} after {tokens} of {LONG} tokens"
         early = ": it had ended before, see the check 'overtaking'" if tokens == LONG else ""
-        return f"a request under way was aborted, and {ended}{early}"
+        return f"an aborted request {ended}{early}"
     return "" if 0 < tokens < LONG else f"an aborted request came back with {tokens} tokens"
 
 
@@ -124,16 +124,16 @@ async def _pause(replica: ReplicaTrial, mode: PauseMode, tokens: int) -> Paused:
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
     """Compare the request from before the pause with the old model, and the request during it with the new model."""
     if early.last >= version:
-        return wrong(f"what ended before version {version} was served says version {early.last}")
+        return wrong(f"a request that ended before version {version} was served reports version {early.last}")
     return larger(
-        prefixed("a request that ran", serves("tied", [early])),
+        prefixed("a request from before the pause", serves("tied", [early])),
         prefixed("a request that arrived while paused", serves("tied, new", [late], version)),
     )
 
 
 @CHECKS.judge(partial(_pause, mode="abort", tokens=LONG))
 def pause_abort(paused: Paused) -> Measured:
-    """A pause ends running requests with the tokens they had; requests that arrive while paused wait, even over an
+    """A pause ends running requests with the tokens they had; requests that arrive while paused wait, even during an
     update."""
     mistake = _not_aborted(paused[0])
     return wrong(mistake) if mistake else _judge_paused(*paused)
@@ -141,10 +141,10 @@ def pause_abort(paused: Paused) -> Measured:
 
 @CHECKS.judge(partial(_pause, mode="wait", tokens=100))
 def pause_wait(paused: Paused) -> Measured:
-    """A pause lets running requests finish; requests that arrive while paused wait, even over an update."""
+    """A pause lets running requests finish; requests that arrive while paused wait, even during an update."""
     early = paused[0]
     if (len(early.tokens), early.reason) != (100, "length"):
-        return wrong(f"a request that was to end ended with {len(early.tokens)} of 100 tokens, {early.reason!r}")
+        return wrong(f"a running request was cut short: {early.reason!r} after {len(early.tokens)} of 100 tokens")
     return _judge_paused(*paused)
 
 
@@ -154,12 +154,12 @@ def pause_keep(paused: Paused) -> Measured:
     while paused wait."""
     early, late, version = paused
     if (len(early.tokens), early.reason) != (LONG, "length"):
-        return wrong(f"a kept request ended with {len(early.tokens)} of {LONG} tokens, {early.reason!r}")
+        return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
     if (early.last, early.first < version) != (version, True):
-        return wrong(f"a request kept over the update to {version} says versions {early.first} to {early.last}")
+        return wrong(f"a request kept over the update to {version} reports versions {early.first} to {early.last}")
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
     if serves("tied", [early]).error <= LOGPROB_TOLERANCE:
-        return wrong("a request kept over an update went on with the old weights to its end")
+        return wrong("a request kept over an update used the old weights until its end")
     return larger(
         prefixed("its first token", serves("tied", [begun])),
         prefixed("a request that arrived while paused", serves("tied, new", [late], version)),
@@ -179,7 +179,7 @@ def kept_whole(completions: list[SampledCompletion]) -> Measured:
     """A request that is kept and resumed several times has the same result as without a pause."""
     tokens, reason = completions[0].tokens, completions[0].reason
     if (len(tokens), reason) != (200, "length"):
-        return wrong(f"a kept request ended with {len(tokens)} of 200 tokens, {reason!r}")
+        return wrong(f"a kept request ended with {reason!r} after {len(tokens)} of 200 tokens")
     return serves("tied", completions)
 
 
@@ -198,14 +198,14 @@ async def _health(replica: ReplicaTrial) -> str:
             break
     if not busy.running:
         early = "; it had ended before, see the check 'overtaking'" if ended else ""
-        return f"while a request was under way: {busy}{early}"
+        return f"health reports no running request while one runs: {busy}{early}"
     await replica.until(lambda health: health.running == health.waiting == 0, "at rest after an abort")
     await soon(engine.pause("wait"))
     late = asyncio.create_task(replica.request(LATE, max_tokens=2))
     paused = await replica.until(
-        lambda health: health.paused and health.waiting + health.running > 0, "paused, and one waits"
+        lambda health: health.paused and health.waiting + health.running > 0, "paused with a waiting request"
     )
     await soon(engine.resume())
     await late
     resumed = await soon(engine.health())
-    return "" if not resumed.paused and resumed.version == paused.version else f"after a pause: {resumed}"
+    return "" if not resumed.paused and resumed.version == paused.version else f"after the pause, health is {resumed}"

@@ -52,9 +52,9 @@ async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
 
 @CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
 def greedy(completions: Completions, model: str = "tied") -> Measured:
-    """At temperature 0 each token is the oracle's most likely one; error in nats below it."""
+    """At temperature 0 each token is the oracle's most likely token, up to an error in nats."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
-    return wrong(f"{short[0]} tokens were drawn, not 24") if short else greedy_error(model, completions)
+    return wrong(f"a completion must have 24 tokens, not {short[0]}") if short else greedy_error(model, completions)
 
 
 async def _draw_after_special_tokens(replica: ReplicaTrial) -> Completions:
@@ -105,10 +105,10 @@ def truncation(by_knobs: list[Completions]) -> Measured:
     before[order] = ordered.cumsum(0) - ordered  # the sum of all more likely tokens
     outside = [token for token in by_p if before[token] > 0.8 + 1e-4]
     if outside:
-        detail = f"top_p 0.8: token {outside[0]} was drawn, likelier ones have {before[outside[0]]:.4f}"
+        detail = f"top_p 0.8: token {outside[0]} was sampled, but likelier ones reach {before[outside[0]]:.4f}"
         return Measured(len(outside), detail)
     outside = [token for token in by_k if likely[token] < ordered[2] - 1e-6]
-    return Measured(len(outside), f"top_k 3: token {outside[0]} was drawn" if outside else "")
+    return Measured(len(outside), f"top_k 3: token {outside[0]} was sampled" if outside else "")
 
 
 async def _score_prompts(replica: ReplicaTrial, path: str = "") -> list[tuple[list[int], list[float], int]]:
@@ -127,7 +127,7 @@ def prompt_logprobs(scores: list[tuple[list[int], list[float], int]], model: str
     worst = Measured(0.0)
     for prompt, scored, missing in scores:
         if len(scored) != len(prompt) or missing:
-            return wrong(f"{len(prompt)} tokens of a prompt have {len(scored)} logprobs, {missing} tokens are missing")
+            return wrong(f"{len(scored)} logprobs for a prompt of {len(prompt)} tokens, {missing} new tokens missing")
         with torch.no_grad():
             right, _ = oracle(model).row(torch.tensor(prompt))
         worst = larger(worst, Measured(float((torch.tensor(scored) - right).abs().max()), f"prompt {prompt}"))
@@ -143,7 +143,7 @@ def distribution(completions: Completions) -> Measured:
     """Tokens are sampled as often as their probabilities say: chi-square, in standard deviations above its mean."""
     counts = np.bincount([completion.tokens[0] for completion in completions], minlength=VOCABULARY_SIZE)
     if counts.sum() != DRAWS:
-        return wrong(f"{counts.sum()} completions came, not {DRAWS}")
+        return wrong(f"the request for {DRAWS} completions returned {counts.sum()}")
     expected = torch.exp(distributions_of("tied", completions[0], 1.6)[0]).double().numpy()
     return Measured(_excess(counts, expected), f"of {DRAWS} draws")
 
@@ -170,7 +170,7 @@ def samples(by_prompt: list[Completions]) -> Measured:
     """Each prompt gets n completions, and they differ."""
     for completions in by_prompt:
         if len(completions) != 6:
-            return wrong(f"n 6 gave {len(completions)} completions")
+            return wrong(f"a request with n=6 returned {len(completions)} completions")
     same = 18 - sum(len({tuple(completion.tokens) for completion in completions}) for completions in by_prompt)
     return Measured(same, f"{same} of 18 completions repeat another" if same else "")
 
@@ -209,5 +209,5 @@ def many(by_request: list[Completions]) -> Measured:
     """If many requests run at once, each gets its own tokens, as many as it requested."""
     for number, completions in enumerate(by_request):
         if [len(completion.tokens) for completion in completions] != [1 + number % 7]:
-            return wrong(f"request {number} was for {1 + number % 7} tokens of one completion, and got others")
+            return wrong(f"request {number} must return one completion of {1 + number % 7} tokens")
     return logprob_error("tied", [completion for completions in by_request for completion in completions])

@@ -49,16 +49,16 @@ def _wrong_end(case: str, completions: list[SampledCompletion]) -> str:
         at = next((i for i, token in enumerate(tokens) if token in ENDS[case]), None)
         expected = (LENGTH, "length") if at is None else (at + 1, "stop")
         if at is None and reason == "stop":
-            return f"a completion stopped, and its last token is not one that ends it: {tokens}"
+            return f"a completion reports 'stop', but its last token is no stop token: {tokens}"
         if (len(tokens), reason) != expected:
             return (
                 f"a completion has {len(tokens)} tokens and finish reason {reason!r}, "
                 f"not {expected[0]} and {expected[1]!r}"
             )
     if bool(ENDS[case]) != ("stop" in {completion.reason for completion in completions}):
-        return f"no completion of {len(completions)} came to what it was drawn for"
+        return f"no completion of {len(completions)} ended in the way that this case tests"
     if case in CONTINUE_AFTER_EOS and not any(EOS_ID in completion.tokens for completion in completions):
-        return f"no completion of {len(completions)} goes on after the model's end of sequence"
+        return f"no completion of {len(completions)} continues after the model's end of sequence, as requested"
     return ""
 
 
@@ -78,12 +78,12 @@ async def _stop_at_string(replica: ReplicaTrial) -> tuple[SampledCompletion, Sam
 def stop_strings(result: tuple[SampledCompletion, SampledCompletion, str] | None) -> Measured:
     """A stop string that spans two tokens ends a completion as soon as it is complete; its tokens are kept."""
     if result is None:
-        return wrong("no greedy completion begins with four different characters: nothing to stop at")
+        return wrong("no greedy completion begins with four different characters, so no stop string can be tested")
     plain, stopped, stop = result
     if (stopped.tokens, stopped.reason) != (plain.tokens[:4], "stop"):
         return wrong(
-            f"stop {stop!r} is complete with the fourth token of {plain.tokens}; "
-            f"finish reason {stopped.reason!r} after {stopped.tokens}"
+            f"the stop string {stop!r} is complete with the fourth token of {plain.tokens}, "
+            f"but the completion ended with {stopped.reason!r} after {stopped.tokens}"
         )
     return serves("tied", [stopped])
 
@@ -120,6 +120,6 @@ def refused(result: tuple[dict[str, str], list[SampledCompletion]]) -> Measured:
     mistakes, longest = result
     if mistakes:
         listed = "; ".join(f"{what} {how}" for what, how in mistakes.items())
-        return Measured(len(mistakes), f"{listed}. generate has to raise an EnginehouseError for each")
+        return Measured(len(mistakes), f"{listed}. generate must raise an EnginehouseError for each")
     full = len(longest[0].tokens) == 2
-    return Measured(float(not full), "" if full else "the longest sequence it may take was cut short")
+    return Measured(float(not full), "" if full else "a request of the maximum length was cut short")

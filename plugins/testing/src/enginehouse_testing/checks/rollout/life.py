@@ -32,8 +32,8 @@ LAST = Checks(RolloutCheck)
 
 
 async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[str]]:
-    """Let the cache sleep, then everything, twice. Return completions of the model's own weights and of an update's
-    weights, and what else went wrong."""
+    """Put the cache to sleep, then everything, twice. Return completions of the model's weights and of an update's
+    weights, and descriptions of other mistakes."""
     engine, completions, mistakes = replica.engine, list[SampledCompletion](), list[str]()
 
     async def check_refusal(what: str) -> None:
@@ -41,7 +41,7 @@ async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[s
             await replica.draw(PROMPT, max_tokens=8, **GREEDY)
         except EnginehouseError:
             return
-        mistakes.append(f"it draws {what}")
+        mistakes.append(f"it generates {what}")
 
     await soon(engine.sleep(("kv_cache",)))
     await check_refusal("while its cache sleeps")
@@ -56,7 +56,7 @@ async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[s
         await soon(engine.wake_up(("weights",)))
         await check_refusal("while its cache sleeps, and no weights have come")
         if (version := (await soon(engine.weight_state())).version) is not None:
-            mistakes.append(f"it says that it serves version {version} when it has slept and no weights have come")
+            mistakes.append(f"it reports version {version}, although no weights have come since it slept")
         await replica.update(model)
         await soon(engine.wake_up(("kv_cache",)))
         await soon(engine.wake_up(ALL))
@@ -77,7 +77,7 @@ def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
 
 @CHECKS.act(capability=capabilities.OPENAI_ENDPOINT)
 async def _endpoint(replica: ReplicaTrial) -> str:
-    """At its url an OpenAI client finds the model, and gets the text of the tokens that generate returns."""
+    """At the engine's url an OpenAI client finds the model, and gets the text of the tokens that generate returns."""
     url = (replica.endpoint.url or "").rstrip("/")
     if not url:
         return "the launch returned no url"
@@ -94,7 +94,7 @@ async def _endpoint(replica: ReplicaTrial) -> str:
     (completion,) = await replica.draw(PROMPT, max_tokens=8, **GREEDY)
     first = len(SPECIAL_TOKENS)
     expected = "".join(CHARACTERS[token - first] for token in completion.tokens if token >= first)
-    return "" if text == expected else f"/completions gives {text!r}, generate {expected!r}"
+    return "" if text == expected else f"/completions returned {text!r}, but generate returned {expected!r}"
 
 
 @CHECKS.act(breaks=True)
@@ -109,17 +109,17 @@ async def _shutdown(replica: ReplicaTrial) -> str:
     try:
         await soon(running)
     except TimeoutError:
-        mistakes.append("a request that ran was never answered")
+        mistakes.append("the running request was never answered")
     except EnginehouseError:
         pass
     _, alive = await asyncio.to_thread(psutil.wait_procs, started, timeout=PROCESS_SECONDS)
     if alive:
-        mistakes.append(f"{len(alive)} of {len(started)} processes it had started still run")
+        mistakes.append(f"{len(alive)} of the {len(started)} processes that it started still run")
     try:
         await soon(replica.request(PROMPT))
-        mistakes.append("a request after it was served")
+        mistakes.append("a request after the shutdown was served")
     except TimeoutError:
-        mistakes.append("a request after it was never answered")
+        mistakes.append("a request after the shutdown was never answered")
     except EnginehouseError:
         pass
     return "; ".join(mistakes)
@@ -134,7 +134,7 @@ async def _kill(replica: ReplicaTrial) -> str:
         os.kill(pid, signal.SIGKILL)
     mistakes = []
     calls: dict[str, Awaitable[Any]] = {
-        "a request that ran": running,
+        "the running request": running,
         "health": replica.engine.health(),
         "a later request": replica.request(PROMPT, max_tokens=2),
         "weight_state": replica.engine.weight_state(),

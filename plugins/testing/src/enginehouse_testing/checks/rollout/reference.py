@@ -39,40 +39,41 @@ def logprob_error(model: str, completions: Iterable[SampledCompletion], temperat
     for completion in completions:
         tokens, logprobs = completion.tokens, completion.logprobs
         if len(logprobs) != len(tokens):
-            return wrong(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+            return wrong(f"a completion has {len(tokens)} tokens, but {len(logprobs)} logprobs")
         if not tokens:
             continue
         right = distributions_of(model, completion, temperature).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         errors = (torch.tensor(logprobs) - right).abs()
         at = int(errors.argmax())
-        detail = f"token {at} after {len(completion.prompt)} of the prompt has {logprobs[at]:.6g}, not {right[at]:.6g}"
+        place = f"token {at} after a prompt of {len(completion.prompt)} tokens"
+        detail = f"{place} has the logprob {logprobs[at]:.6g}, not {right[at]:.6g}"
         worst = larger(worst, Measured(float(errors.max()), detail))
     return worst
 
 
 def greedy_error(model: str, completions: Iterable[SampledCompletion]) -> Measured:
-    """Return the most nats by which the most likely token exceeded a greedily chosen token."""
+    """Return the largest difference, in nats, between the most likely token and the token that the engine chose."""
     worst = Measured(0.0)
     for completion in completions:
         tokens = completion.tokens
         if not tokens:
-            return wrong("nothing was drawn")
+            return wrong("a completion has no tokens")
         distribution = distributions_of(model, completion)
         chosen = distribution.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         gap = distribution.max(dim=1).values - chosen
         at = int(gap.argmax())
         right = int(distribution[at].argmax())
-        detail = f"token {at} after {len(completion.prompt)} of the prompt is {tokens[at]}, not {right}"
+        detail = f"token {at} after a prompt of {len(completion.prompt)} tokens is {tokens[at]}, not {right}"
         worst = larger(worst, Measured(float(gap.max()), detail))
     return worst
 
 
 def serves(model: str, completions: Sequence[SampledCompletion], version: int | None = None) -> Measured:
-    """Compare greedy completions with a model's: tokens, logprobs and, if given, the reported version."""
+    """Compare greedy completions with a model: tokens, logprobs and, if `version` is given, the reported version."""
     for completion in completions:
         first, last = completion.first, completion.last
         if version is not None and (first, last) != (version, version):
-            return wrong(f"a completion is said to be of versions {first} to {last}, not {version}")
+            return wrong(f"a completion reports weight versions {first} to {last}, not {version}")
     return larger(greedy_error(model, completions), logprob_error(model, completions))
 
 

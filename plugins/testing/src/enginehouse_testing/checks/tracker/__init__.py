@@ -23,7 +23,7 @@ def _life(trial: TrackerTrial) -> str:
 
 @CHECKS.act()
 def _outcomes(trial: TrackerTrial) -> str:
-    """It finishes after every outcome of a run, and if nothing was logged."""
+    """It finishes after every outcome of a run, even if nothing was logged."""
     trial.run(steps(1, 2), "interrupted")
     trial.run(steps(3, 4), "failed", resumed_after=2)
     trial.run([], "failed", resumed_after=4)
@@ -71,12 +71,12 @@ def _many(trial: TrackerTrial) -> Measured | str:
 def _read_back(trial: TrackerTrial, logged: Sequence[Logged]) -> Measured | str:
     """Check that all metrics can be read back, in float32, once the run has ended."""
     if trial.given.read is None:
-        return Measured(0.0, "how it is read back is not given: only that nothing raises was seen")
+        return Measured(0.0, "no `read` is given, so the check only saw that nothing raises an error")
     written = trial.given.read(trial.directory)
     for step, metrics, _ in logged:
         for name, value in metrics.items():
             values = [number for at, number in written.get(name, ()) if at == step]
             if not any(math.isclose(value, number, rel_tol=1e-6, abs_tol=1e-9) for number in values):
-                instead = f"{', '.join(map(str, values))} is there" if values else "nothing is there"
-                return f"{name} of step {step} is {value:g}, and once the run has ended {instead}"
+                instead = ", ".join(map(str, values)) or "nothing"
+                return f"{name} of step {step} was logged as {value:g}, but {instead} can be read back"
     return ""

@@ -71,7 +71,7 @@ def checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
 
 @CHECKS.judge(save, load, capability=capabilities.RESHARD_CHECKPOINT, between=True)
 def reshard_checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
-    """A checkpoint continues in the same way with another number of ranks."""
+    """Training continues in the same way if another number of ranks loads the checkpoint."""
     right = saved[0].value
     measured = []
     for rank, result in enumerate(loaded):

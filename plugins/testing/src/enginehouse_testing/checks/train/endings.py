@@ -18,7 +18,8 @@ CHECKS = Checks()
 
 
 def count_threads(rank: Rank, model: str = "tied") -> int:
-    """Return the smallest number of threads that an engine after the first left, because other threads come and go."""
+    """Return the smallest number of threads that an engine left behind. The first engine does not count. The smallest
+    number is returned because other threads come and go."""
     threads = []
     for _ in range(1 + ENGINES):
         with rank.engine(model, **TRAINING) as engine:
@@ -30,7 +31,7 @@ def count_threads(rank: Rank, model: str = "tied") -> int:
 
 @CHECKS.judge(count_threads)
 def shutdown(seen: list[Seen]) -> Measured:
-    """An engine that was shut down leaves no threads behind. Threads of a process group that is still held would stay,
-    and spin once its other ranks have left."""
+    """An engine that was shut down leaves no threads behind. A process group that is still referenced would keep its
+    threads, which spin once the other ranks have left."""
     gained = max(rank.value for rank in seen)
-    return Measured(max(0.0, gained), f"at least {gained} threads more after each of {ENGINES} more engines")
+    return Measured(max(0.0, gained), f"each of {ENGINES} engines left at least {gained} threads behind")

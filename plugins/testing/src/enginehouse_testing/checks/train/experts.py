@@ -15,17 +15,17 @@ from enginehouse_testing.problem import EXPERTS
 
 @functools.cache
 def _with_experts(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Give an act or a judge the experts. The result is cached because checks that share an act run it once."""
+    """Return an act or a judge for the mixture of experts. Cached, so that checks that share an act run it once."""
     return functools.partial(function, **{argument: EXPERTS if argument == "models" else EXPERTS[0]})
 
 
 def _of_experts(check: Check, argument: str) -> Check:
-    """Return the check for a mixture of experts. Its acts get the model by `argument`."""
+    """Return the check for a mixture of experts. `argument` is the parameter by which its acts get the model."""
     return replace(
         check,
         name=f"experts_{check.name}",
         capability=capabilities.EXPERTS,
-        claim=f"Of a mixture of experts: {check.claim[0].lower()}{check.claim[1:]}",
+        claim=f"For a mixture of experts: {check.claim[0].lower()}{check.claim[1:]}",
         acts=tuple(_with_experts(act, argument) for act in check.acts),
         judge=_with_experts(check.judge, argument) if argument == "models" else check.judge,
         tolerances={},

@@ -29,9 +29,8 @@ SMALL: dict[str, Any] = {**TRAINING, "lr": 1e-4, "warmup_steps": 0, "total_steps
 STEPS = 10
 """Number of steps. A bfloat16 weight of usual size loses each single step, but not all of them together."""
 LEAST_PART = 0.7
-"""Least part of the float32 oracle's way that the weights must move, along that way. Steps that are rounded to bfloat16
-one by one make less than half of it. Steps added up in float32 make nearly all, because roundings of many weights
-cancel."""
+"""Smallest accepted part of the float32 oracle's weight change. Steps that are rounded to bfloat16 one by one make less
+than half of that change. Steps added up in float32 make nearly all of it, because roundings of many weights cancel."""
 
 CHECKS = Checks(capability=capabilities.HALF_PRECISION, tolerance=TOLERANCE)
 
@@ -56,7 +55,7 @@ def _oracle_way() -> dict[str, torch.Tensor]:
 
 
 def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """Return how far the weights moved along the oracle's way, as a fraction of it."""
+    """Return how far the weights moved in the direction of the oracle's change, as a fraction of that change."""
     way = _oracle_way()
     along = sum(float(((after[name].float() - before[name].float()) * w).sum()) for name, w in way.items())
     return along / sum(float(w.square().sum()) for w in way.values())
@@ -68,12 +67,12 @@ def half_precision(seen: list[Seen]) -> Measured:
     for rank in seen:
         for name, weight in rank.value["after"].items():
             if weight.is_floating_point() and weight.dtype != torch.bfloat16:
-                return wrong(f"{name} is given as {weight.dtype}, not bfloat16")
+                return wrong(f"{name} must leave in bfloat16, not {weight.dtype}")
         if difference := mismatch(rank.value["after"], _oracle_way()):
             return wrong(difference)
         part = _part_of_way(rank.value["before"], rank.value["after"])
         if not LEAST_PART <= part <= 2 - LEAST_PART:
-            return wrong(f"{STEPS} small steps went {part:.2f} of the oracle's way: are they rounded?")
+            return wrong(f"{STEPS} small steps made {part:.2f} of the oracle's change: are they rounded?")
     logprobs = torch.cat([value["logprobs"] for value in outputs_of(seen)])
     right = reference.scores("tied", 1.0)["logprobs"]
     error = float((logprobs - right).square().mean().sqrt())
@@ -83,5 +82,5 @@ def half_precision(seen: list[Seen]) -> Measured:
 
 @CHECKS.judge(_run, device="cuda")
 def half_precision_cuda(seen: list[Seen]) -> Measured:
-    """The same holds on GPUs, over nccl."""
+    """On GPUs, over nccl, bfloat16 logprobs are close to the oracle's, small steps add up, and weights are bfloat16."""
     return half_precision(seen)

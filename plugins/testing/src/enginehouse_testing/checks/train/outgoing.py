@@ -44,7 +44,7 @@ def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(read)
 def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """At the start the weights are the checkpoint's, bit for bit; each rank's own parts lie where the metadata say."""
+    """At the start the weights equal the checkpoint's, bit for bit; each rank's parts are where the metadata say."""
     measured = [Measured(0.0)]
     for model in models:
         right = stored_tensors(model_path(model))
@@ -57,7 +57,7 @@ def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
             described = [(meta.name, meta.shape, meta.dtype) for meta in metadata]
             tensors = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in full.items()]
             if described != tensors:
-                return wrong(f"{where}: iter_full does not give what metadata say, in their order")
+                return wrong(f"{where}: iter_full must yield the parameters of the metadata, in their order")
             measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
             measured.append(_judge_parts(metadata, rank, len(seen), full, local, where))
     return larger(*measured)
@@ -66,7 +66,7 @@ def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 def _judge_parts(
     metadata: Sequence[ParamMeta], rank: int, ranks: int, full: Weights, local: Weights, where: str
 ) -> Measured:
-    """Compare a rank's parts with the parts that its metadata say it holds, in their order."""
+    """Compare the parts that a rank yields with the parts and the order that its metadata describe."""
     for meta in metadata:
         try:
             check_layout(meta, ranks)
@@ -74,12 +74,12 @@ def _judge_parts(
             return wrong(f"{where}: {error}")
     held = {meta.name: full[meta.name][as_slices(region)] for meta, region in parts_of(metadata, rank)}
     if list(local) != list(held):
-        return wrong(f"{where}: iter_local gives {list(local)}, its metadata say {list(held)}")
+        return wrong(f"{where}: iter_local yields {list(local)}, but the metadata describe {list(held)}")
     return same_bits(local, held, f"{where}: iter_local against the regions of its metadata")
 
 
 def lend(rank: Rank) -> dict[str, Weights]:
-    """Return the weights after a step, and the present content of tensors that were given before the step."""
+    """Return the weights after a step, and the present content of tensors that were yielded before the step."""
     with rank.engine("tied", **TRAINING) as engine:
         lent = dict(engine.weight_source().iter_full())
         step(engine, rank.shard(engine, batch()))
@@ -91,8 +91,8 @@ def lend(rank: Rank) -> dict[str, Weights]:
 
 @CHECKS.judge(lend, since="1.1", capability=capabilities.LENT_WEIGHTS)
 def lent_weights(seen: list[Seen]) -> Measured:
-    """`iter_full` gives the live tensors: a step after the call changes them."""
-    return larger(*(same_bits(result.value["lent"], result.value["now"], "given before a step") for result in seen))
+    """`iter_full` yields the live tensors, so a step after the call changes them."""
+    return larger(*(same_bits(result.value["lent"], result.value["now"], "yielded before a step") for result in seen))
 
 
 def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def metrics(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
                 relative(stepped[name], right[number][name], f"{name} of step {number}") for name in ("grad_norm", "lr")
             ]
             if stepped["skipped"] != 0.0:
-                return wrong(f"step {number} says it was skipped")
+                return wrong(f"step {number} reports that it was skipped")
     return larger(*measured)
 
 
@@ -85,12 +85,11 @@ def _skip(rank: Rank) -> dict[str, Any]:
 
 @CHECKS.judge(_skip)
 def skips_nonfinite(seen: list[Seen]) -> Measured:
-    """A step whose gradient is infinite on one rank changes nothing on any rank, and the next step is as if it had not
-    happened."""
+    """A step whose gradient is infinite on one rank changes nothing on any rank, and does not affect the next step."""
     measured = []
     for result in seen:
         if result.value["skipped"].get("skipped") != 1.0:
-            return wrong("a step with an infinite gradient does not say skipped=1")
+            return wrong("a step with an infinite gradient does not report skipped=1")
         if (changed := same_bits(result.value["after"], result.value["before"], "after the skipped step")).error:
             return wrong(changed.detail)
         difference = largest_difference(result.value["next"], reference.trained("tied", 2)[1])
@@ -103,7 +102,7 @@ _GROWING: dict[str, Any] = {"lr": 1e-3, "weight_decay": 3e3, "schedule": "consta
 
 
 def _lose_weight(rank: Rank) -> dict[str, Any]:
-    """Take a step after which one weight is beyond float32. If each rank has a part of the weights, one rank has it."""
+    """Take a step after which one weight is beyond float32. If weights are sharded, only one rank holds that weight."""
     with rank.engine("edge", **_GROWING) as engine:
         engine.forward_backward(rank.shard(engine, batch()), POLICY)
         try:
@@ -123,9 +122,9 @@ def finite_weights(seen: list[Seen]) -> Measured:
         if not result.value["lost"]:
             instead = f"raises {raised} ({message})" if raised else "raises nothing"
             return wrong(
-                f"optim_step takes a weight beyond float32 and {instead} on rank {rank}. It has to look at the weights "
-                "after each step, and to raise enginehouse.engines.NonFiniteWeights on every rank, whichever rank's "
-                "part it is: the error ends the run before such weights are served or saved",
+                f"optim_step takes a weight beyond float32 and {instead} on rank {rank}. It must check the weights "
+                "after each step, and raise enginehouse.engines.NonFiniteWeights on every rank, whichever rank holds "
+                "the weight. The error ends the run before such weights are served or saved",
             )
         if "embed_tokens" not in message:
             return wrong(f"NonFiniteWeights does not name the parameter: {message}")

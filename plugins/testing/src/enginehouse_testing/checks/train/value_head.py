@@ -48,7 +48,7 @@ def _train_oracle(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, di
 
 @CHECKS.judge(_train, tolerance=1e-4)
 def value_head(seen: list[Seen]) -> Measured:
-    """Values (to 1e-5), and weights after 5 steps on squared errors, are the oracle's."""
+    """Values (to 1e-5), and weights after 5 steps with squared errors as the loss, equal the oracle's."""
     measured = []
     for model in CRITICS:
         head = seen[0].value[model][0].get(VALUE_HEAD)
@@ -68,7 +68,7 @@ def value_head(seen: list[Seen]) -> Measured:
 
 
 def _write(rank: Rank) -> dict[str, Any]:
-    """Return values after training, of the export and of a checkpoint; on rank 0 also what transformers reads."""
+    """Return the values of the trained engine, of its export and of its checkpoint, and on rank 0 also the export."""
     written: dict[str, Any] = {}
     for model in CRITICS:
         written[model] = []
@@ -89,7 +89,8 @@ def _write(rank: Rank) -> dict[str, Any]:
 
 
 def _classify(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the keys that transformers lacks or ignores, and its score of each row without the last token."""
+    """Load an export in transformers. Return the keys that are missing or unexpected, and the score of each row
+    without its last token."""
     from transformers import AutoModelForSequenceClassification
 
     loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
@@ -115,7 +116,7 @@ def value_head_files(seen: list[Seen]) -> Measured:
     for model in CRITICS:
         stored, (wrong_keys, logits) = seen[0].value[f"{model} exported"]
         if wrong_keys or VALUE_HEAD not in stored or "lm_head.weight" in stored or logits.shape != (len(last), 1):
-            return wrong(f"{model} model: the export is no classifier of one label: {stored}, {wrong_keys}")
+            return wrong(f"{model} model: the export is not a classifier with one label: {stored}, {wrong_keys}")
         before, again, loaded = (torch.cat(values) for values in zip(*(value[model] for value in outputs_of(seen))))
         measured.append(largest_difference({"values": again}, {"values": before}))
         measured.append(largest_difference({"values of a checkpoint": loaded}, {"values of a checkpoint": before}))

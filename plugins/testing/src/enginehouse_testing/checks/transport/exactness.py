@@ -1,4 +1,4 @@
-"""Checks that every bit arrives as it was sent, in order, in any buckets, with no more at once than is allowed."""
+"""Checks that weights arrive bit for bit and in order, in buckets of any size, and that few are gathered ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from enginehouse_testing.link import Buckets, Link, OpenLink, Weights, announced
 Arrived = Sequence[Buckets]
 
 BUCKETS = (1, 512, 4096, 1 << 24)
-"""Bucket sizes, from a bucket for each parameter (most are larger than the smallest) to one bucket for all."""
+"""Bucket sizes in bytes, from about one parameter per bucket to one bucket for all parameters."""
 
 
 CHECKS = Checks()
@@ -32,7 +32,7 @@ def compare(arrived: Arrived, sent: Weights) -> str:
             return f"receiver {index} got {[name for name, _ in flat]}, not {list(sent)}"
         for name, tensor in flat:
             if bits(tensor) != bits(sent[name]):
-                return f"receiver {index} got another {name} ({sent[name].dtype}, {tuple(sent[name].shape)})"
+                return f"receiver {index} got other bits in {name} ({sent[name].dtype}, {tuple(sent[name].shape)})"
     return ""
 
 
@@ -47,10 +47,10 @@ def _exact(link: Link) -> str:
                 if difference := compare(arrived, sent):
                     return f"version {version} in buckets of {bucket_bytes}: {difference}"
                 if sums != {name: checksum(tensor) for name, tensor in sent.items()}:
-                    return f"version {version}: the checksums send returns are not those of what left"
+                    return f"version {version}: send returned other checksums than those of the sent weights"
                 planned = [len(bucket) for bucket in connection.plan.buckets]
                 if [[len(bucket) for bucket in buckets] for buckets in arrived] != [planned] * link.receivers:
-                    return f"version {version}: parameters arrived in other buckets than the plan's"
+                    return f"version {version}: parameters arrived in other buckets than planned"
     return ""
 
 
@@ -66,7 +66,7 @@ LAYOUTS = (
 
 @CHECKS.act()
 def _several_ranks(link: Link) -> str:
-    """Weights whose parts are held by four training ranks arrive complete, with the checksums they left with."""
+    """Weights whose parts are held by four training ranks arrive complete, with the checksums of the sent parts."""
     # Per layout a parameter of two dimensions, and a parameter without elements.
     shapes = [(shape, "float32") for shape in ((7, 5), (0, 3)) for _ in LAYOUTS]
     parameters = [
@@ -85,13 +85,13 @@ def _several_ranks(link: Link) -> str:
             for future in sending:
                 sums = future.result(link.seconds)
                 if differing := [name for name in sums if left.get(name, sums[name]) != sums[name]]:
-                    return f"version {version}: two ranks sent {differing[0]}, with other bytes"
+                    return f"version {version}: two ranks sent different bytes for {differing[0]}"
                 left |= sums
             if difference := compare([buckets for buckets, _ in arrived], sent):
                 return f"version {version}: {difference}"
             for index, (_, sums) in enumerate(arrived):
                 if sums != left:
-                    return f"version {version}: what receiver {index} got has not the names and sums of what left"
+                    return f"version {version}: receiver {index} got other names or checksums than were sent"
     return ""
 
 
@@ -150,7 +150,7 @@ def _two_buckets(link: Link) -> str:
                 for session in connection.receivers:
                     session.abort(1)
                 wait([sending], link.seconds)
-                return f"{made} parameters of one bucket each were gathered when {taken} buckets had been taken"
+                return f"the sender gathered {made} buckets, but the receivers had taken only {taken}"
         wait([sending], link.seconds)
         error = sending.exception(0) if sending.done() else None
         return f"{type(error).__name__}: {error}" if error is not None else ""
@@ -179,14 +179,14 @@ def _held(link: Link) -> str:
                 call.result(link.seconds)
             for held, memory in holding:
                 if difference := _difference_in(memory, weights[held]):
-                    return f"version {held}, held while {version} was sent: {difference}"
+                    return f"version {held} changed in held memory while version {version} was sent: {difference}"
             for held, memory in holding:
                 if held < version:
                     memory.release()
             holding = [(held, memory) for held, memory in holding if held == version]
     for held, memory in holding:
         if difference := _difference_in(memory, weights[held]):
-            return f"version {held}, held when the connection was closed: {difference}"
+            return f"version {held} changed in held memory when the connection was closed: {difference}"
     return ""
 
 
@@ -195,7 +195,7 @@ def _difference_in(memory: HostMemory, sent: Weights) -> str:
     content = map_privately(memory.path)
     for name, begin in memory.offsets.items():
         if content[begin : begin + sent[name].nbytes] != bits(sent[name])[2]:
-            return f"{name} is another"
+            return f"{name} has other bytes"
     return ""
 
 

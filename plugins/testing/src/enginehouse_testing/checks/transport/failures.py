@@ -24,10 +24,10 @@ def check_error(call: Callable[[], Any], kind: type[Exception] = WeightSyncError
     except kind:
         return ""
     except TimeoutError:
-        return "it had not ended at its deadline"
+        return "it had not ended at the deadline"
     except Exception as error:
         return f"it raised {type(error).__name__}, not {kind.__name__}: {error}"
-    return "it ended as if nothing were wrong"
+    return "it ended without an error"
 
 
 def check_errors(link: Link, futures: list[Future[Any]], kind: type[Exception] = WeightSyncError) -> str:
@@ -45,7 +45,7 @@ def check_next(connection: OpenLink, version: int) -> str:
 
 @CHECKS.act()
 def _abort(link: Link) -> str:
-    """An abort by either side, after any bucket, fails both at once, and the next version arrives exactly."""
+    """An abort by either side, after any bucket, fails both sides at once, and the next version arrives exactly."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         version = 0
@@ -72,7 +72,7 @@ def _abort(link: Link) -> str:
 
 @CHECKS.act()
 def _abort_before(link: Link) -> str:
-    """An abort before either side began fails that version and no other."""
+    """An abort before either side began makes both sides fail for that version, but not for the next."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         for session in connection.senders:
@@ -86,7 +86,7 @@ def _abort_before(link: Link) -> str:
 
 @CHECKS.act()
 def _stops_early(link: Link) -> str:
-    """A receiver that stops early fails the sender."""
+    """If a receiver stops early, the sender raises an error."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         sending = connection.send(1, weights.items(), link.unhurried)
@@ -115,7 +115,7 @@ def _no_receiver(link: Link) -> str:
 
 @CHECKS.act()
 def _one_missing(link: Link) -> str:
-    """If one of several receivers does not take a bucket, all of them fail."""
+    """If one of several receivers does not take a bucket, all receivers and the sender fail."""
     if link.receivers == 1 or link.senders > 1:
         return ""  # each receiver has its own sender, and the controller aborts the others
     weights = random_weights(0)
@@ -160,7 +160,7 @@ def _closed(link: Link) -> str:
 
 @CHECKS.act()
 def _sender_fails(link: Link) -> str:
-    """Weights that differ from the plan fail both sides, and are exhausted."""
+    """If weights differ from the plan, both sides fail, and the sender still takes all weights from the engine."""
     weights = random_weights(0)
     asked = 0
 
@@ -177,13 +177,13 @@ def _sender_fails(link: Link) -> str:
         mistake = check_error(lambda: connection.senders[0].send(1, broken(), link.seconds))
         mistake = mistake or check_errors(link, receiving)
         if not mistake and asked != len(weights):  # giving weights is collective
-            mistake = f"only {asked} of {len(weights)} parameters were asked for"
+            mistake = f"the sender took only {asked} of {len(weights)} parameters from the engine"
         return mistake or check_next(connection, 2)
 
 
 @CHECKS.act()
 def _idle_rank(link: Link) -> str:
-    """A training rank that does not send exhausts its weights and returns nothing."""
+    """A training rank that does not send takes all weights from its engine and returns no checksums."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         idle = link.transport().connect(connection.plan, "send", link.senders)
@@ -191,6 +191,6 @@ def _idle_rank(link: Link) -> str:
         if idle.send(1, source, link.seconds) != {}:
             return "it returned checksums"
         if next(source, None) is not None:
-            return "it did not exhaust its weights"
+            return "it did not take all weights from its engine"
         idle.close()
         return check_next(connection, 2)

@@ -13,7 +13,7 @@ CHECKS = Checks(since="1.1")
 
 @CHECKS.act(capability=capabilities.SAME_PROCESS)
 def _same_process(link: Link) -> str:
-    """Weights arrive complete if both ends are in one process."""
+    """Weights arrive complete if senders and receivers are in one process."""
     sent = random_weights(10)
     with link.connect(sent) as connection:
         return compare(connection.update(1, sent)[0], sent)
