@@ -55,7 +55,7 @@ def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool
     answer = '{"python": "' + read_identity().python + '", "ray": "1.0", "path": []}'
     liar.write_text(f"#!/bin/sh\necho '{answer}'\n")
     liar.chmod(0o755)
-    with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, the driver's"):
+    with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, but the driver's is"):
         launch(pool, WorkerSpec(Trouble).options(python=str(liar)))
 
 
