@@ -229,6 +229,6 @@ def test_a_mistake_of_a_plugins_author_is_told_without_its_traceback(run, tmp_pa
     process._current = None
     done = run("create", "swift")
     assert done.exit_code == 2
-    assert "RolloutBackend.requires takes several strings, not the one string 'x'" in done.stderr
+    assert "RolloutBackend.requires must be a tuple of strings, not the string 'x'" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.rstrip().endswith("See enginehouse plugins doctor")
