@@ -42,9 +42,7 @@ def as_column(name: str, value: Any) -> Column:
                 "torch.stack(...) for equal shapes"
             )
         return tuple(value)
-    raise TypeError(
-        f"column {name!r} must be a tensor, a numpy array, a Ragged or a list, not {type(value).__name__}"
-    )
+    raise TypeError(f"column {name!r} must be a tensor, a numpy array, a Ragged or a list, not {type(value).__name__}")
 
 
 def common_rows(columns: Mapping[str, Any]) -> int:
