@@ -74,7 +74,7 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
         ({"actor": Engine("torch", {"lr": -1})}, r"^actor: options of engine 'torch': lr: .* greater than 0"),
         ({"rollout": Engine("torch", {"native": {"a": 1}})}, r"^rollout: options of engine 'torch': native: "),
         ({"transport": "inprc"}, r"unknown weight transport 'inprc'. Did you mean 'inproc'\?"),
-        ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, and the actor 1"),
+        ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, but the actor has 1"),
         ({"placement": "shared", "launch": INLINE}, "an inline run has one process"),
         ({"placement": "colocatd"}, r"unknown placement 'colocatd'. Did you mean 'colocated'\?"),
         ({"critic": Engine("torch", shares="actr")}, r"critic: no role 'actr'.* Did you mean 'actor'\?"),

@@ -107,7 +107,7 @@ def test_a_page_that_takes_long_is_ended_by_a_second_ctrl_c_and_nothing_is_lost(
     while "writing" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    while "Once more ends it at once" not in process.stderr.readline():
+    while "Interrupt again to end it at once" not in process.stderr.readline():
         assert process.poll() is None
     time.sleep(KEY_ECHO_SECONDS + 0.1)  # within it two are one wish
     process.send_signal(signal.SIGINT)

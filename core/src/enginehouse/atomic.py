@@ -16,12 +16,12 @@ _numbers = itertools.count()
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Write text, or a series of texts, to the file `path` in one step. A reader sees the old file or the new file.
+    """Write text, or a series of texts, to the file `path` in one step. A reader never sees a partly written file.
 
     Characters that UTF-8 cannot encode, such as half a surrogate pair from a file name, are escaped.
 
     Raises:
-        OSError: the file could not be written. The old file is unchanged, and no other file is left.
+        OSError: the file could not be written. The old file is unchanged, and no partly written file is left.
     """
     staging = _staging(path)
     try:
@@ -45,11 +45,11 @@ def staging_path(path: Path) -> Path:
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
     """Move the directory `staging` to `path`, and replace the old content of `path`.
 
-    The old content is beside `path` as `.<name>.replaced` during the move, and is put back if the move fails. If the
-    process is killed during the move, `find_set_aside` finds the old content and `clear_partial` puts it back.
+    During the move, the old content is kept beside `path` as `.<name>.replaced`. It is put back if the move fails. If
+    the process is killed during the move, `find_set_aside` finds the old content and `clear_partial` puts it back.
 
     Args:
-        to_disk: write all of `staging` to disk before the move.
+        to_disk: True: fsync every file and directory in `staging` before the move.
     """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
@@ -86,7 +86,7 @@ def clear_partial(directory: Path) -> None:
         try:
             os.rename(remains, place)
         except OSError as error:
-            log.warning("%s, which is %s as it was, could not be put back: %s", remains, place.name, error)
+            log.warning("cannot restore the old content of %s from %s: %s", place, remains, error)
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -107,7 +107,8 @@ def _replaced(path: Path) -> Path:
 
 
 def _entries_to_disk(directory: Path) -> None:
-    """Write the entries of a directory to disk, if its file system supports that."""
+    """Fsync a directory, so that new and renamed entries survive a power failure. Do nothing if its file system does
+    not support that."""
     try:
         _to_disk(directory)
     except OSError as error:

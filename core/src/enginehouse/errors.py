@@ -16,8 +16,8 @@ class EnginehouseError(Exception):
     """Base of all errors raised by enginehouse and its plugins.
 
     Attributes:
-        keeps_state: True if the actor's state is worth saving when this error ends a run. False if the state is at
-            fault.
+        keeps_state: True if the actor's state is worth saving when this error ends a run. False if the state caused
+            the error.
     """
 
     keeps_state: bool = True
@@ -36,7 +36,8 @@ class DataError(UserError):
 
 
 class SaveError(EnginehouseError):
-    """State or a model could not be written. The disk is at fault, even if a user's mistake caused it."""
+    """State or a model could not be written. This counts as a failure of the disk, even if a user's mistake caused
+    it, and is therefore no `UserError`."""
 
 
 class SaveTooLate(SaveError):
@@ -52,7 +53,7 @@ MOST_CHOICES = 20
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the sentences that end an error about an unknown name: the nearest choice, if any, and the choices.
+    """Return the end of a message about an unknown name: a similar choice, if there is one, and the available choices.
 
     >>> nearest("trainr", ["trainer", "data"])
     "Did you mean 'trainer'? Available: data, trainer"
@@ -68,7 +69,10 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question that names the choice nearest to a word. Empty if none is at least `cutoff` similar.
+    """Return a question that names the choice nearest to a word, or an empty text if no choice is similar enough.
+
+    Args:
+        cutoff: least similarity of a choice to the word, from 0 to 1.
 
     >>> did_you_mean("trainr", ["trainer", "data"])
     "Did you mean 'trainer'?"
@@ -92,12 +96,12 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_os_error(error: BaseException) -> str:
-    """Return the reason of an `OSError` without its number and path; of any other error its message."""
+    """Return the reason of an `OSError` without error number and path, or the message of any other error."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def join_problems(problems: Sequence[str], where: str) -> str:
-    """Return all problems as one text; several problems as a list."""
+    """Return one message for all problems: a single line for one problem, a list for several problems."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{len(problems)} problems in {where}:\n" + "\n".join(

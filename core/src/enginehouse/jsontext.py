@@ -1,4 +1,4 @@
-"""JSON of files and messages that may be damaged."""
+"""Decodes JSON from files and messages that may be damaged."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def decode_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"this is nested too deeply: {error}") from error
+        raise ValueError(f"the JSON is nested too deeply: {error}") from error

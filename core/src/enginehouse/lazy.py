@@ -1,4 +1,4 @@
-"""Packages that import their names when first used, so that importing the package costs nothing."""
+"""Lets a package import each of its names at the first use of that name, so that importing the package is fast."""
 
 from __future__ import annotations
 

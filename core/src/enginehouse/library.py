@@ -61,13 +61,15 @@ class Engine:
     """An engine for a role.
 
     Attributes:
-        backend: name of an engine of `enginehouse plugins list`.
+        backend: name of the engine, as `enginehouse plugins list` shows it.
         options: options of the engine, which its options class checks.
         processes: number of ranks of a training engine, or of replicas of a rollout engine.
         model: model to load; None: the model of `start_engines`.
-        shares: role whose processes it shares; None: it has its own. For the rollout, `placement` decides.
-        runtime: Python environment of its processes, as `wanted` of `enginehouse.runtimes.choose_runtime`.
-        env: environment variables of its processes.
+        shares: role whose processes this engine shares; None: it shares no processes. Ignored for the rollout engine,
+            because `placement` decides there.
+        runtime: Python environment of the engine's processes. The values are those of the argument `wanted` of
+            `enginehouse.runtimes.choose_runtime`.
+        env: environment variables of the engine's processes.
     """
 
     backend: str
@@ -92,8 +94,9 @@ def start_engines(
     launch: Launch | None = None,
     **others: Engine,
 ) -> Iterator[Roles]:
-    """Check names and options, start the engines, connect the actor's weights to the rollout, and end all engines at
-    exit.
+    """Start the engines, connect the actor to the rollout for weight updates, and stop all engines when the block ends.
+
+    Names and options are checked first.
 
     Args:
         model: model of the policy, or its directory.
@@ -102,11 +105,13 @@ def start_engines(
         placement: `"colocated"`: the rollout runs in the actor's processes; `"shared"`: it takes turns with the actor
             on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has its own devices; `"auto"`:
             colocated if possible, else separate.
-        transport: name of the weight transport; `"auto"`: the plugins choose it by the placement.
-        effect_check_every: weight updates between effect checks, if the rollout can score prompts; 0 for none.
-        probe: token ids of the sequences of the effect check.
-        launch: options of starting processes; None: by Ray, on this machine's GPUs if there are any.
-        others: training engines of further roles, such as `critic` or `reference`, which are in `Roles.groups`.
+        transport: name of the weight transport; `"auto"`: the plugins choose a transport for the placement.
+        effect_check_every: number of weight updates between two effect checks; 0: no effect checks. They are also
+            omitted if the rollout engine cannot return logprobs of prompts.
+        probe: token ids of the sequences that the effect check scores.
+        launch: options for starting processes; None: Ray starts them, on this machine's GPUs if there are any.
+        others: training engines of further roles, such as `critic` or `reference`. Their worker groups are in
+            `Roles.groups`.
 
     Yields:
         The roles: `actor` (a `WorkerGroup` of `TrainWorker`s), `rollout` (a `RolloutFleet`), `sync` (a `WeightSync`)
@@ -114,7 +119,7 @@ def start_engines(
 
     Raises:
         UserError: an engine or transport is unknown, an engine rejects an option, or the placement is impossible.
-        PlacementError: the cluster does not have the processes or devices.
+        PlacementError: the cluster does not have enough room or devices for the processes.
         WorkerError: an engine could not be started, for example because the model does not exist.
         WeightSyncError: the weights cannot be sent to the rollout.
     """
@@ -143,7 +148,7 @@ def start_engines(
 
 
 def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
-    """Return the plan of a role, in separate processes unless the engine shares those of another role."""
+    """Check the engine's name, options and runtime, and return the plan of its role."""
     kind: Literal["train", "rollout"] = "rollout" if name == "rollout" else "train"
     record: Backend = plugins().get(kind, engine.backend, elsewhere=True)
     model = engine.model or policy
@@ -155,8 +160,8 @@ def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> 
     interpreter = choose_runtime(record, engine.runtime, launch.device)
     if interpreter.python is not None and launch.launcher == "inline":
         raise UserError(
-            f"{name}: an inline run has one process and one interpreter, and {record.name!r} would run in "
-            f"{interpreter.name} ({interpreter.reason}); use launch=Launch(launcher='ray')"
+            f"{name}: an inline run has one process and one interpreter, but engine {record.name!r} needs the runtime "
+            f"{interpreter.name} ({interpreter.reason}): use launch=Launch(launcher='ray')"
         )
     return RolePlan(
         kind=kind,
@@ -173,7 +178,8 @@ def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> 
 
 
 def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec, launch: Launch) -> EngineOptions:
-    """Return an engine's options, complete. Raise a `UserError` if they do not fit the dtype, device or processes."""
+    """Return an engine's options with all defaults. Raise a `UserError` if an option is invalid, or does not fit the
+    dtype, the device or the number of processes."""
     schema: type[EngineOptions] = resolve(record.options)
     try:
         options = schema.model_validate(dict(engine.options)).for_device(launch.device)
@@ -198,19 +204,23 @@ def _lives_with_actor(
 ) -> bool:
     """Return True if the rollout runs in the actor's processes. Raise a `UserError` if the placement is impossible."""
     if placement == "shared" and launch.launcher == "inline":
-        raise UserError("an inline run has one process, in which nobody takes turns; leave placement at 'auto'")
+        raise UserError(
+            "placement cannot be 'shared': an inline run has one process, and engines take turns only in separate "
+            "processes; leave placement at 'auto'"
+        )
     if placement not in ("auto", "colocated"):
         return False
     apart = "" if launch.launcher == "inline" else why_apart(actor.interpreter, rollout.interpreter, record)
     if not apart and rollout.processes != actor.processes:
-        apart = f"it has {rollout.processes} processes, and the actor {actor.processes}"
+        apart = f"the rollout has {rollout.processes} processes, but the actor has {actor.processes}"
     if apart and placement == "colocated":
-        raise UserError(f"the rollout cannot live in the actor's processes: {apart}; leave placement at 'auto'")
+        raise UserError(f"the rollout cannot run in the actor's processes: {apart}; leave placement at 'auto'")
     return not apart
 
 
 def _choose_transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
-    """Return the name of the weight transport. Raise a `UserError` if it is unknown, or none reaches the rollout."""
+    """Return the name of the weight transport. Raise a `UserError` if the name is unknown, or if no transport reaches
+    the rollout."""
     if name != "auto":
         if plugins().is_name(name):
             plugins().get(Transport, name)

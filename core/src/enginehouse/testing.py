@@ -1,4 +1,4 @@
-"""Old addresses of the suites of contract 1.0, which are in `enginehouse_testing` (enginehouse-testing) now."""
+"""Old import paths of the test suites of contract 1.0, which moved to `enginehouse_testing` (enginehouse-testing)."""
 
 from typing import TYPE_CHECKING, Any
 

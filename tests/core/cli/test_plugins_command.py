@@ -110,7 +110,7 @@ def test_a_plugin_whose_module_is_heavy_is_told(command_line):
     command_line.site.joinpath("transformers.py").write_text("")
     command_line.install("heavy", "import transformers")
     note = listed(command_line)["heavy"]["note"]
-    assert "brings transformers" in note
+    assert "imports transformers" in note
     assert "every command waits for that" in note
 
 
@@ -221,7 +221,7 @@ def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
         assert f"({name})" in table or state in ("ok", "requirements missing")
     assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
     assert (
-        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.1; upgrade enginehouse"
+        "dated 0.1.0 is written for plugin contract 9.0, but enginehouse 0.1.0 offers 1.1; upgrade enginehouse"
         in problems
     )
     assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
@@ -279,7 +279,7 @@ def enginehouse_register_backends(register):
 """
     command_line.install("swift", source)
     said = command_line.run("plugins", "show", "swift").stdout
-    assert "cpu: all that swift:cpu.lock pins" in said
+    assert "cpu: the pins of swift:cpu.lock" in said
     assert "cuda: swift-engine>=2, numpy" in said
 
 

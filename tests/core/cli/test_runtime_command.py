@@ -63,8 +63,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
 def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is_asked_for(run, wheelhouse, tmp_path):
     installed(tmp_path / "site", "swift-engine", version="2.0")
     made = run("create", "swift", "--variant", "cpu")
-    assert "is installed in this environment too" in made.stdout
-    assert made.stdout.rstrip().endswith("by engine.runtime=own")
+    assert "This environment also meets the requirements of 'swift'" in made.stdout
+    assert made.stdout.rstrip().endswith("set engine.runtime=own in the config")
     assert choose_runtime(swift(), "own").name == make_recipe(swift(), "cpu").name
 
 
@@ -78,7 +78,7 @@ def test_a_runtime_is_made_listed_checked_and_removed(run):
     assert "make a virtual environment" in made.stderr
 
     again = run("create", "swift", "--variant", "cpu")
-    assert f"runtime {name} is there already: swift 2.1" in again.stdout
+    assert f"runtime {name} exists already: swift 2.1" in again.stdout
     assert "virtual environment" not in again.stderr
 
     (line,) = [line for line in run("list").stdout.splitlines() if name in line]
@@ -104,7 +104,7 @@ def test_a_runtime_that_starts_no_worker_is_broken(run, tmp_path: Path, monkeypa
     assert doctor.exit_code == 1
     said = " ".join(doctor.stdout.split())
     assert "broken" in said
-    assert "no worker starts in it: ImportError: NumPy is too old" in said
+    assert "a worker cannot start in this runtime: ImportError: NumPy is too old" in said
 
 
 def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
@@ -170,11 +170,11 @@ def test_without_a_home_there_are_no_runtimes_and_making_one_names_the_variable(
     ("arguments", "said"),
     [
         (("create", "plain"), "engine 'plain' needs no runtime: it runs in this Python environment"),
-        (("create", "swift", "--variant", "tpu"), "no requirement set 'tpu' for a runtime; those it has: cpu"),
+        (("create", "swift", "--variant", "tpu"), "no requirement set 'tpu' for a runtime; available: cpu"),
         (("create", "swift", "--variant", "cpu", "--name", "../up"), "cannot be the name of a runtime"),
         (
             ("create", "swift", "--variant", "cpu", "--name", "own"),
-            "a config's engine.runtime=own means something else",
+            "in a config, engine.runtime=own has another meaning",
         ),
         (("create", "swfit"), "unknown rollout engine 'swfit'"),
         (("remove", "nothing"), "no runtime 'nothing' in"),
@@ -229,6 +229,6 @@ def test_a_mistake_of_a_plugins_author_is_told_without_its_traceback(run, tmp_pa
     process._current = None
     done = run("create", "swift")
     assert done.exit_code == 2
-    assert "RolloutBackend.requires takes several strings, not the one string 'x'" in done.stderr
+    assert "RolloutBackend.requires must be a tuple of strings, not the string 'x'" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.rstrip().endswith("See enginehouse plugins doctor")

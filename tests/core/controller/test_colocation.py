@@ -75,7 +75,7 @@ def test_roles_must_agree_on_their_process(ray_cluster):
     spec = WorkerSpec(Diary)
     for which in ("env", "variables"):
         specs = {role: spec.options(**{which: {"A": value}}) for role, value in (("a", "1"), ("b", "2"))}
-        with pytest.raises(ControllerError, match="different A "):
+        with pytest.raises(ControllerError, match="different values of the environment variable A "):
             colocate(ResourcePool([1]), specs)
     with pytest.raises(ControllerError, match="at least one role"):
         colocate(None, {})

@@ -140,15 +140,15 @@ def test_mistakes_are_named():
         distributed.column("rewards")
     with pytest.raises(TypeError, match="'reward' is dense"):
         distributed.lengths("reward")
-    with pytest.raises(BatchError, match="3 rows, the batch has 2"):
+    with pytest.raises(BatchError, match="3 rows, but the batch has 2"):
         distributed.with_columns(more=torch.zeros(3))
-    with pytest.raises(BatchError, match="3 rows, the batch has 2"):
+    with pytest.raises(BatchError, match="3 rows, but the batch has 2"):
         distributed.joined(DistributedBatch.of([Batch({"more": torch.zeros(3)})]))
     with pytest.raises(IndexError, match="row 5"):
         distributed.take([5])
     with pytest.raises(DispatchError, match="different columns"):
         DistributedBatch.of([batch_of([1]), Batch({"x": torch.zeros(1)})])
-    with pytest.raises(BatchError, match=r"of different columns.*added here: more"):
+    with pytest.raises(BatchError, match=r"have different columns.*added here: more"):
         DistributedBatch.concat([distributed, distributed.with_columns(more=[1, 2])])
-    with pytest.raises(DispatchError, match="an argument of its own"):
+    with pytest.raises(DispatchError, match="must be a separate argument"):
         pickle.dumps([distributed])

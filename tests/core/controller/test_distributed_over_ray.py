@@ -96,7 +96,7 @@ def test_all_batches_of_a_call_are_dealt_alike_and_only_one_says_how(writers):
     batch = writers.write(prompts())
     with pytest.raises(DispatchError, match="one argument of a call can be Balanced"):
         writers.same(Balanced(batch, "ids"), Balanced(batch, "ids"))
-    with pytest.raises(DispatchError, match="goes around a batch, not int"):
+    with pytest.raises(DispatchError, match="must wrap a batch, not int"):
         writers.same(Balanced(3, "ids"))
     with pytest.raises(TypeError, match="'number' is dense"):
         writers.same(Balanced(batch, "number"))
@@ -142,19 +142,19 @@ def test_a_group_in_this_process_does_the_same():
 
 
 def test_balanced_is_refused_where_nothing_is_dealt(writers):
-    with pytest.raises(DispatchError, match=r"writers\.count got a Balanced batch, for calls of mode 'dp' alone"):
+    with pytest.raises(DispatchError, match=r"count got a Balanced batch, which only calls of mode 'dp' accept"):
         writers.count(Balanced(prompts(), by="ids"))
 
 
 def test_several_rows_for_each_row_given_come_back_in_blocks(writers):
     batch = Batch({"number": torch.arange(4), "ids": Ragged.from_list([[1] * n for n in (9, 1, 1, 8)])})
     assert writers.answer(Balanced(batch, by="ids"), 2).column("number").tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    with pytest.raises(DispatchError, match=r"4 rows, dealt as \[2, 2\], came back as \[0, 1\] rows"):
+    with pytest.raises(DispatchError, match=r"4 rows was split into \[2, 2\] rows, but came back as \[0, 1\] rows"):
         writers.drop_rows(Balanced(batch, by="ids"))
 
 
 def test_a_value_for_every_rank_is_given_as_it_is(writers):
-    with pytest.raises(DispatchError, match="got a Same, for calls of mode 'all_to_all' alone"):
+    with pytest.raises(DispatchError, match="got a Same, which only calls of mode 'all_to_all' accept"):
         writers.answer(prompts(), Same(2))
 
 

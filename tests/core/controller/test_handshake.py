@@ -45,8 +45,8 @@ def test_a_worker_with_another_wire_format_is_refused_with_what_both_sides_have(
         launch(pool, spec)
     said = str(caught.value)
     assert said.startswith("liar rank 0 cannot work with this driver: ")
-    assert f"wire format is 99 there and {read_identity().wire} here" in said
-    assert f"plugin contract is 98.0 there and {read_identity().contract} here" in said
+    assert f"wire format is 99 in the worker, but {read_identity().wire} in the driver" in said
+    assert f"plugin contract is 98.0 in the worker, but {read_identity().contract} in the driver" in said
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool
     answer = '{"python": "' + read_identity().python + '", "ray": "1.0", "path": []}'
     liar.write_text(f"#!/bin/sh\necho '{answer}'\n")
     liar.chmod(0o755)
-    with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, the driver's"):
+    with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, but the driver's is"):
         launch(pool, WorkerSpec(Trouble).options(python=str(liar)))
 
 
@@ -66,7 +66,7 @@ def test_roles_of_one_process_under_two_interpreters_are_refused(pool: ResourceP
     other = WorkerSpec(Trouble).options(python=sys.executable)
     with pytest.raises(ControllerError) as caught:
         colocate(pool, {"a": WorkerSpec(Trouble), "b": other}, name="both")
-    assert "colocated roles want different interpreters" in str(caught.value)
+    assert "colocated roles cannot use different interpreters" in str(caught.value)
 
 
 def test_a_process_can_work_with_its_like():
@@ -74,7 +74,7 @@ def test_a_process_can_work_with_its_like():
 
 
 def test_a_worker_that_says_nothing_of_itself_is_refused():
-    with pytest.raises(ControllerError, match="older than runtimes are"):
+    with pytest.raises(ControllerError, match="too old to run in a runtime"):
         check_identity("group", 0, None)
 
 

@@ -112,7 +112,7 @@ def test_what_the_nodes_cannot_give_is_refused_by_the_deadline_with_what_each_ha
     assert "not placed within 15 s: pool 'large' asks for 4 processes on one node and 3 processes on one node" in said
     assert "1 CPU each; of these 3 processes on one node could not be placed" in said
     assert "The cluster has 2 node(s)" in said
-    for part in (": 4 CPU, 4 GPU, of it free ", ": 2 CPU, 2 GPU, of it free 2 CPU, 2 GPU", "free now: 2 CPU"):
+    for part in (": 4 CPU, 4 GPU, of which free: ", ": 2 CPU, 2 GPU, of which free: 2 CPU, 2 GPU", "free now: 2 CPU"):
         assert part in said
 
 
@@ -307,7 +307,7 @@ def _placement_groups():
 def test_a_node_without_what_its_workers_are_started_from_is_named_at_once(cluster):
     other, own = cluster.run(_start_from_nowhere)
     for said in (other, own):
-        assert "has no /nowhere/bin/python, and its workers would be started from it" in said
+        assert "has no /nowhere/bin/python, but its workers are started from this path" in said
         assert "at the same paths: share " in said
     assert other.startswith("other: node ")
     assert own.startswith("own: node ")
@@ -334,7 +334,7 @@ def test_a_node_without_a_model_is_named_before_a_worker_starts_there(cluster, t
     said, ranks = cluster.run(_read_what_one_node_has, str(tmp_path))
     assert said.startswith("six: node ")
     assert "has no /proc/self/task/" in said
-    assert ", and its workers would read it. A node needs every model at the same path: " in said
+    assert ", but its workers read this path. Every node needs every model at the same path: " in said
     assert "\n" not in said
     assert ranks == 6
 

@@ -84,7 +84,7 @@ def test_giving_back_waits_for_nobody_who_waits_for_a_place(cluster: Cluster, no
     reserved.give_back()
     thread.join()
     assert [type(error) for error in errors] == [PlacementError]
-    assert "was shut down while its places were waited for" in str(errors[0])
+    assert "was shut down while a worker group waited for its places" in str(errors[0])
     assert set(cluster.removed) == set(cluster.made)
     assert not reserved.is_placed
 

@@ -47,9 +47,9 @@ def test_groups_on_two_pools_and_on_both_merged_run_side_by_side(closing):
     assert [group.add_own(list(range(group.world_size))) for group in groups.values()] == [[0, 1], [0, 1], [0, 1, 2, 3]]
     assert [pool.groups for pool in pools.values()] == [["one", "all"], ["two", "all"], ["one", "all", "two"]]
 
-    with pytest.raises(PlacementError, match=r"'b' holds 2 group\(s\) at once and has all, two;.*'fourth'"):
+    with pytest.raises(PlacementError, match=r"'b' can hold 2 group\(s\) at once, but already has all, two;.*'fourth'"):
         _accumulators(second, "fourth")
-    with pytest.raises(PlacementError, match=r"'a\+b' holds 2 .* has all, one, two;"):
+    with pytest.raises(PlacementError, match=r"'a\+b' can hold 2 .* has all, one, two;"):
         _accumulators(both, "fourth")
     groups["one"].shutdown()
     with pytest.raises(PlacementError, match=r"has all, two on 2 of its 4 places"):
@@ -124,7 +124,7 @@ def test_a_group_restarted_after_the_shutdown_of_its_pool_has_its_place_again(cl
     assert pool.groups == []
     group.restart()
     assert pool.groups == ["first"]
-    with pytest.raises(PlacementError, match=r"'p' holds 1 .* has first;.*'second'"):
+    with pytest.raises(PlacementError, match=r"'p' can hold 1 .* has first;.*'second'"):
         _accumulators(pool, "second")
     assert group.add(1) == [1]
 
@@ -134,7 +134,7 @@ def test_a_group_whose_place_was_taken_after_the_shutdown_of_its_pool_cannot_be_
     first = closing(_accumulators(pool, "first"))
     pool.shutdown()
     second = closing(_accumulators(pool, "second"))
-    with pytest.raises(PlacementError, match=r"'p' holds 1 .* has second;.*'first'"):
+    with pytest.raises(PlacementError, match=r"'p' can hold 1 .* has second;.*'first'"):
         first.restart()
     assert second.add(1) == [1]
     second.shutdown()

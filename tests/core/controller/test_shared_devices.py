@@ -134,6 +134,6 @@ def test_what_cannot_be_placed_is_said_at_once(cluster):
     assert gpus == 16
     assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
     assert "there is room for 16. The cluster has 2 node(s)" in too_many
-    assert "for 1 processes, 1 CPU, 9 GPU each, together on a node: " in too_large
+    assert "for 1 processes, 1 CPU, 9 GPU each on a single node: " in too_large
     assert "not enough for 3 guests that each use the GPUs of 3 processes on one node" in too_few
     assert visible == ""  # a process without a GPU sees none

@@ -176,9 +176,9 @@ def test_too_little_memory_is_said_with_what_can_be_done(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        (None, "this process gives none: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token"),
-        ("disabled", "this process gives none: export RAY_AUTH_MODE=token, with the cluster's"),
-        ("token", "this process gives another: copy the cluster's ~/.ray/auth_token"),
+        (None, "process sends no token: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token"),
+        ("disabled", "this process sends no token: export RAY_AUTH_MODE=token, with the cluster's"),
+        ("token", "this process sends a different token: copy the cluster's ~/.ray/auth_token"),
     ],
 )
 def test_a_cluster_that_takes_nobody_in_is_said_to_ask_for_a_token(monkeypatch, says, mode, said):
@@ -193,7 +193,7 @@ def test_a_cluster_that_takes_nobody_in_is_said_to_ask_for_a_token(monkeypatch, 
     with pytest.raises(ConnectionError) as caught:
         cluster._join(SimpleNamespace(init=init), "auto", {})
     assert str(caught.value).startswith(says)
-    assert "asks for a token (InvalidAuthToken)" in str(caught.value)
+    assert "requires a token (InvalidAuthToken)" in str(caught.value)
     assert said in str(caught.value)
 
 
@@ -224,4 +224,4 @@ def test_a_shell_without_the_clusters_token_is_told_what_to_set(tmp_path: Path):
         )
     finally:
         head.communicate("\n", timeout=60)
-    assert "asks for a token (InvalidAuthToken) and this process gives none" in joined.stderr.splitlines()[-1]
+    assert "requires a token (InvalidAuthToken), but this process sends no token" in joined.stderr.splitlines()[-1]

@@ -82,7 +82,7 @@ def test_a_batch_without_columns_keeps_its_row_count(batch: Batch) -> None:
     assert len(bare) == 4
     assert len(bare.slice(1, 3)) == 2
     assert len(Batch.concat([bare, bare])) == 8
-    with pytest.raises(BatchError, match="'x' has 3 rows, the batch has 4"):
+    with pytest.raises(BatchError, match="'x' has 3 rows, but the batch has 4"):
         bare.with_columns(x=torch.zeros(3))
     assert len(Batch({}).with_columns(x=torch.zeros(3), y=[1, 2, 3])) == 3
 
@@ -139,8 +139,8 @@ def test_differing_row_counts_name_every_column() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (3, "'x' is a int"),
-        ("text", "'x' is a str"),
+        (3, "'x' must be .*, not int"),
+        ("text", "'x' must be .*, not str"),
         (torch.tensor(1.0), "'x' is a single number"),
         (torch.zeros(2, 2).to_sparse(), "'x' is a torch.sparse_coo tensor"),
         ([torch.zeros(2), torch.zeros(3)], "'x' is a list of tensors: use Ragged.from_list"),
@@ -175,7 +175,7 @@ def test_rows_that_do_not_lie_in_the_batch_are_refused(batch: Batch) -> None:
         lambda: batch.row(4),
         lambda: batch["input_ids"][4],
     ):
-        with pytest.raises(IndexError, match="with 4 rows"):
+        with pytest.raises(IndexError, match="has 4 rows"):
             use()
     with pytest.raises(BatchError, match="mask of 2 rows"):
         batch.take([True, False])

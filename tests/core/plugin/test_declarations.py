@@ -28,20 +28,20 @@ def problem_of(distributions, source) -> str:
     [
         ("Loss(name='quiet', function='a:b')", "takes TrainBackend or RolloutBackend"),
         ("'swift'", "takes TrainBackend or RolloutBackend"),
-        ("TrainBackend(name='a:b', engine='a:B', options='a:C')", "a name is lower-case letters"),
+        ("TrainBackend(name='a:b', engine='a:B', options='a:C')", "the name must consist of lower-case letters"),
         (
             "TrainBackend(name='swift', engine='a.B', options='a:C')",
-            "engine is 'a.B', not of the form 'module:attribute'",
+            "engine must be of the form 'module:attribute', not 'a.B'",
         ),
-        ("TrainBackend(name='swift', engine=dict, options='a:C')", "not of the form 'module:attribute'"),
+        ("TrainBackend(name='swift', engine=dict, options='a:C')", "engine must be of the form"),
         (
             "TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'seed'})",
             "train 'swift': unknown capability 'seed'",
         ),
-        ("TrainBackend(name='swift', engine='a:B', options='a:C', requires=('torch>=2.6'))", "takes several strings"),
+        ("TrainBackend(name='swift', engine='a:B', options='a:C', requires=('torch>=2.6'))", "must be a tuple of str"),
         (
             "TrainBackend(name='swift', engine='a:B', options='a:C', requires=('this is none',))",
-            "train 'swift': requires has 'this is none', which is no requirement",
+            "train 'swift': requires contains 'this is none', which is not a valid requirement",
         ),
         ("TrainBackend(name='swift')", "engine"),
     ],
@@ -54,18 +54,18 @@ def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, 
     ("kinds", "record", "said"),
     [
         ("trackers", "Loss(name='quiet', function='a:b')", "takes Tracker"),
-        ("trackers", "Tracker(name='quiet', tracker='a.B')", "tracker is 'a.B', not of the form 'module:attribute'"),
-        ("trackers", "Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is no requirem"),
-        ("losses", "Loss(name='quiet', function='a:b', requires=('not one',))", "'not one', which is no requirement"),
-        ("losses", "Loss(name='quiet', function='a:b', requires=('torch'))", "takes several strings"),
+        ("trackers", "Tracker(name='quiet', tracker='a.B')", "must be of the form 'module:attribute', not 'a.B'"),
+        ("trackers", "Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is not a valid"),
+        ("losses", "Loss(name='quiet', function='a:b', requires=('not one',))", "'not one', which is not a valid "),
+        ("losses", "Loss(name='quiet', function='a:b', requires=('torch'))", "requires must be a tuple of strings"),
         (
             "stages",
             "Stage(name='quiet', model='values')",
-            "Stage.model is 'values'; it is 'logprobs', 'score' or empty",
+            "Stage.model must be 'logprobs', 'score' or empty, not 'values'",
         ),
-        ("stages", "Stage(name='quiet')", "it has a model alone"),
-        ("stages", "Stage(name='quiet', model='score', adds=('reward',))", "says in adds what that adds"),
-        ("stages", "Stage(name='quiet', function='a:b', needs=('reward',))", "says in adds what that adds"),
+        ("stages", "Stage(name='quiet')", "set function and adds together"),
+        ("stages", "Stage(name='quiet', model='score', adds=('reward',))", "set function and adds together"),
+        ("stages", "Stage(name='quiet', function='a:b', needs=('reward',))", "set function and adds together"),
     ],
 )
 def test_a_tracker_or_a_function_that_cannot_be_right_breaks_its_plugin(distributions, kinds, record, said):
@@ -102,7 +102,7 @@ def test_only_the_step_may_be_wrapped(distributions, hook):
     def {hook}:
         return (yield)
     """
-    assert "takes no wrapper" in problem_of(distributions, source)
+    assert "cannot be wrapped" in problem_of(distributions, source)
 
 
 def test_declaring_after_loading_is_a_mistake(distributions):

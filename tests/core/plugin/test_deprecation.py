@@ -71,7 +71,7 @@ def test_what_a_plugin_uses_that_will_go_is_its_note(distributions, what: str):
     distributions.add("careless", source)
     (plugin,) = [one for one in load_plugins(enabled=["careless"]).plugins if one.name == "careless"]
     assert (plugin.status, plugin.note) == ("ok", str(warning))
-    assert "is deprecated since contract 1.2 and goes with 2.0: use " in plugin.note
+    assert "is deprecated since contract 1.2, and 2.0 removes it: use " in plugin.note
 
 
 def test_a_plugin_that_uses_nothing_old_is_told_nothing(distributions):

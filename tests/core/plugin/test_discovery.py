@@ -141,7 +141,7 @@ def test_a_contract_version_that_is_a_number_is_refused(distributions):
     plugin = plugin_of(load_plugins(), "number")
     assert (plugin.status, plugin.problem) == (
         "incompatible",
-        'enginehouse_protocol = 1.1 is no text; write enginehouse_protocol = "1.1"',
+        'enginehouse_protocol must be a text, not 1.1; write enginehouse_protocol = "1.1"',
     )
 
 

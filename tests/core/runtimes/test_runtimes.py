@@ -99,7 +99,7 @@ def test_its_own_runtime_can_be_asked_for_where_the_engine_is_installed_here_too
 def test_its_own_runtime_has_to_be_there(home: Path):
     with pytest.raises(NoRuntime, match=r"engine.runtime=own.* Try: enginehouse runtime create swift"):
         choose_runtime(BACKEND, "own")
-    with pytest.raises(NoRuntime, match=r"declares none \(engine.runtime=own\). Try: engine.runtime=auto"):
+    with pytest.raises(NoRuntime, match=r"\(engine.runtime=own\), but declares no runtime. Try: engine.runtime=auto"):
         choose_runtime(dataclasses.replace(BACKEND, requires=(), runtimes={}), "own")
 
 
@@ -110,12 +110,12 @@ def test_without_a_runtime_the_command_that_makes_it_is_named():
 
 def test_a_backend_named_for_its_runtime_is_told_the_runtimes_name(home: Path):
     runtime = made_up(home)
-    with pytest.raises(RuntimeProblem, match=f"'swift' .* is an engine, whose runtimes are {runtime.name}. `own`"):
+    with pytest.raises(RuntimeProblem, match=f"'swift' .* is an engine, whose runtimes are {runtime.name}. Use"):
         choose_runtime(BACKEND, "swift")
 
 
 def test_a_device_that_the_backend_has_no_runtime_for_is_said():
-    with pytest.raises(NoRuntime, match=r"it has a runtime for cpu\). Try: pip install \"swift-engine>=2\"$"):
+    with pytest.raises(NoRuntime, match=r"runtimes only for cpu, not for cuda. Try: pip install \"swift-engine>=2\"$"):
         choose_runtime(BACKEND, "auto", "cuda")
 
 
@@ -134,8 +134,8 @@ def test_an_interpreter_by_path_without_the_engine_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"python": "cpython 3.7", "ray": ray_version()}, "its Python is cpython 3.7, the driver's"),
-        ({"ray": "1.0"}, f"its Ray is 1.0, the driver's {ray_version()}"),
+        ({"python": "cpython 3.7", "ray": ray_version()}, "its Python is cpython 3.7, but the driver's is"),
+        ({"ray": "1.0"}, f"its Ray is 1.0, but the driver's is {ray_version()}"),
         ({"ray": "absent"}, "its Ray is absent"),
         ("what?", "does not answer as a Python interpreter"),
     ],
@@ -163,8 +163,8 @@ def test_a_whole_runtime_is_ok(home: Path):
 @pytest.mark.parametrize(
     ("changed", "word", "said"),
     [
-        ({"key": "0123"}, "stale", "asks for other versions by now"),
-        ({"python": "cpython 3.7"}, "broken", "it has cpython 3.7, and this process"),
+        ({"key": "0123"}, "stale", "now requires other versions"),
+        ({"python": "cpython 3.7"}, "broken", "its Python is cpython 3.7, but the driver's is"),
         ({"module": "swifter"}, "broken", "its engine's module 'swifter' is gone"),
         ({"variant": "tpu"}, "stale", "has no requirement set 'tpu' any more"),
     ],
@@ -182,7 +182,7 @@ def test_another_version_of_ray_is_named(home: Path):
     (runtime.packages / f"ray-{ray_version()}.dist-info" / "METADATA").write_text("Name: ray\nVersion: 1.0\n")
     state = find_state(runtime, BACKEND)
     assert state.word == "broken"
-    assert state.problem == f"its Ray is 1.0, and the driver's {ray_version()}"
+    assert state.problem == f"its Ray is 1.0, but the driver's is {ray_version()}"
     remove, create = state.cure.split("; ")  # alone, `create` would make another beside it
     assert remove == f"enginehouse runtime remove {runtime.name}"
     assert create.startswith("enginehouse runtime create swift")
@@ -338,14 +338,15 @@ def test_an_engine_that_cannot_be_imported_fails_the_making():
 
 def test_where_no_worker_starts_no_runtime_is_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe, "WORKER", "raise ImportError('pyarrow requires NumPy 2.0')")
-    with pytest.raises(MakingError, match=r"the step 'start what a worker starts' failed(.|\n)*requires NumPy 2\.0"):
+    with pytest.raises(MakingError, match=r"the step 'test the imports of a worker' failed(.|\n)*requires NumPy 2\.0"):
         make_runtime(small(engine=BACKEND.engine))
     assert list_runtimes() == []
 
 
 def test_what_a_worker_starts_starts_here(tmp_path: Path):
     check_worker(sys.executable, small(engine="enginehouse_torch.rollout:TorchRolloutEngine"))
-    with pytest.raises(RuntimeProblem, match=r"no worker starts in it: AttributeError: .* no attribute 'NoEngine'"):
+    said = r"a worker cannot start in this runtime: AttributeError: .* no attribute 'NoEngine'"
+    with pytest.raises(RuntimeProblem, match=said):
         check_worker(sys.executable, small(engine="enginehouse_torch.options:NoEngine"))
 
 
@@ -404,14 +405,15 @@ def test_who_makes_it_is_waited_for_by_name_and_what_it_made_is_taken():
             made = threads.submit(make_runtime, wanted, progress=lambda step, line: (said.append(step), told.set()))
             assert told.wait(PATIENCE)
         assert made.result(PATIENCE).manifest is not None
-    assert re.match(rf"waiting for process {os.getpid()}, which has been making it since \d\d:\d\d:\d\d$", said[0])
+    maker = rf"process {os.getpid()}, which has been making this runtime since \d\d:\d\d:\d\d"
+    assert re.match(f"waiting for {maker}$", said[0])
 
 
 def test_another_process_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(making, "WAIT_SECONDS", 0.0)
     with (
         lock_runtime(small().name),
-        pytest.raises(MakingError, match=r"waiting for another process .*without an end after 0 s"),
+        pytest.raises(MakingError, match=r"gave up waiting for another process .* after 0 s"),
     ):
         make_runtime(small())
 

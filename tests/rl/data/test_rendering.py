@@ -128,12 +128,12 @@ def test_keys_that_the_files_format_made_are_absent_at_every_depth(write):
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"role": "user"}, "a turn of the user has no 'content'"),
+        ({"role": "user"}, "a message with role 'user' has no 'content'"),
         (
             {"role": "user", "content": {"type": "text", "text": "4"}},
-            "is an object, expected a text or a list of parts",
+            "must be a text or a list of parts, not an object",
         ),
-        ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "models get only text here"),
+        ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "only text parts are supported"),
     ],
 )
 def test_what_a_template_cannot_say_is_refused_by_row(write, message, said):
@@ -336,7 +336,7 @@ def test_a_template_of_parts_alone_loses_no_text(write, form):
     assert tokenizer.decode(rendered["input_ids"]) + "\n" == expected
     assert text_ends(tokenizer) == text_ends(make_tokenizer("bytes"))
     picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    with pytest.raises(DataError, match=r"row 1 .*models get only text here"):
+    with pytest.raises(DataError, match=r"row 1 .*only text parts are supported"):
         PromptDataset.load(write("c.jsonl", [{"prompt": picture}]), tokenizer)
     batch = PromptDataset.load(write("b.jsonl", [{"prompt": row["prompt"]}]), tokenizer).all()
     assert find_begun_turn(tokenizer, batch["prompt"][0] + "<think>", batch["messages"][0]) == "<think>"

@@ -96,7 +96,7 @@ def test_an_interpreter_by_path_has_its_worker_in_a_process_of_its_own(make: Cal
     assert planned.roles["rollout"].interpreter.python == sys.executable
     assert planned.roles["actor"].interpreter.python is None
     assert planned.roles["rollout"].shares is None
-    assert f"rollout in {sys.executable} (engine.runtime names it)" in dict(planned.facts)["runtimes"]
+    assert f"rollout in {sys.executable} (chosen by engine.runtime)" in dict(planned.facts)["runtimes"]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("games.Game", "has a colon: games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
         ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
-        ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, and its result is awaited"),
+        ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, but must be: its result"),
         ("games:Small", "'games:Small' is no Environment: run: it takes (self, task), and cannot be called as"),
         ("games:run", "'games:run' is run, a function, and no class"),
         (

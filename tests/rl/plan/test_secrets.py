@@ -115,5 +115,6 @@ def test_options_of_engines_and_arguments_of_losses_hold_none_and_read_none(make
     monkeypatch.setenv("K", "hush")
     with pytest.raises(UserError) as caught:
         make(override)
-    assert f"{key} is a secret's, and nothing is read from the environment here" in str(caught.value)
+    assert f"{key} holds a secret" in str(caught.value)
+    assert "environment variables are not inserted here" in str(caught.value)
     assert "s3" not in str(caught.value)

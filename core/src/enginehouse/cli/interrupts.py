@@ -1,4 +1,4 @@
-"""Signals that end a run. The first signal ends the run in order; a second signal or a timeout kills the process."""
+"""Signals that end a run. The first signal ends the run in an orderly way; a second one or a timeout kills it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from typing import Self
 
 EXIT_CODE = 130
-"""Exit code of a shell for a program ended by Ctrl-C."""
+"""Exit code that a shell reports for a program ended by Ctrl-C."""
 GRACE_SECONDS = 8.0
-"""Default time limit for an orderly end of the run."""
+"""Default time limit in seconds for an orderly end of the run."""
 LAST_WORDS_SECONDS = 1.0
-"""Time limit of `before_force`. It may need a lock that the stuck main thread holds."""
+"""Time limit in seconds for `before_force`, which may wait for a lock that the stuck main thread holds."""
 ECHO_SECONDS = 1.0
-"""Time within which a repeated signal counts as the same. `timeout` and a closed terminal send a signal twice."""
+"""Time in seconds within which a repeated signal counts as the first. `timeout` and a closed terminal send a signal
+twice."""
 KEY_ECHO_SECONDS = 0.2
-"""The same time for SIGINT, which may be Ctrl-C. Nobody presses Ctrl-C twice within this time."""
+"""The limit `ECHO_SECONDS` for SIGINT, which may come from Ctrl-C. Nobody presses Ctrl-C twice within this time."""
 
 _ENDED = 0
 
@@ -36,18 +37,20 @@ _ENDED = 0
 class Interrupts:
     """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
 
-    A second signal kills this process and all its children. So does a context that does not end within `grace_seconds`
-    of the first signal, unless that signal was Ctrl-C. The kill also works while the main thread runs native code.
+    A second signal kills this process and all its children. They are also killed if the context does not end within
+    `grace_seconds` of the first signal, unless that signal was Ctrl-C. The kill works even while the main thread runs
+    native code.
 
     Args:
         before_force: called before the kill in a separate thread, for at most `LAST_WORDS_SECONDS`. It resets the
-            terminal and reports what was saved. It may fail or hang.
-        grace_seconds: time limit for an orderly end after a signal other than Ctrl-C.
-        last_program: returns a Python module and its arguments. That program replaces this process after the kill, and
-            gets the exit code as its first argument. If it is None or returns None, the process exits.
+            terminal and reports what was saved. If it fails or hangs, the process is killed nevertheless.
+        grace_seconds: time limit for an orderly end after a signal other than Ctrl-C; None: `GRACE_SECONDS`.
+        last_program: function that returns a Python module and its arguments, or None. The module is run as a program,
+            which replaces this process after the kill and gets the exit code as its first argument. If the function
+            returns None, the process exits.
 
     Attributes:
-        number: the first signal; None before it.
+        number: number of the first signal; None before the first signal.
     """
 
     def __init__(
@@ -82,7 +85,8 @@ class Interrupts:
         return self
 
     def record_end(self) -> bool:
-        """Stop signals from raising, because the caller records the run's end. Return True if a signal came before.
+        """Stop signals from raising, because the caller now records the end of the run. Return True if a signal came
+        before this call.
 
         A first signal still starts the grace period, and a second signal still kills the process.
         """
@@ -132,7 +136,8 @@ class Interrupts:
         self._force()
 
     def _next(self, seconds: float | None) -> int | None:
-        """Return the next of `SIGNALS`, or `_ENDED`; None after `seconds`."""
+        """Return the number of the next signal in `SIGNALS`, or `_ENDED` at the end of the context. Return None if none
+        comes within `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             timeout = None if until is None else until - time.monotonic()
@@ -177,11 +182,11 @@ def _ignore_signals() -> None:
 def _write_notice() -> None:
     # Not print, because the interrupted thread may be inside a write to the same stream. The terminal may be closed.
     with contextlib.suppress(OSError):
-        os.write(2, b"\nInterrupted: ending the run. Once more ends it at once.\n")
+        os.write(2, b"\nInterrupted: ending the run. Interrupt again to end it at once.\n")
 
 
 def _drop_wakeup() -> None:
-    """Stop a forked child from writing its signals to this process's socket. The child inherits the handlers."""
+    """Stop a forked child from writing its signals to this process's socket, which it inherits with the handlers."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 

@@ -19,7 +19,8 @@ from enginehouse.errors import EnginehouseError, UserError, nearest
 
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
 WHOLE_SENTENCE = 1000
-"""Limit of a command's summary in characters, so large that `--help` wraps a long summary instead of cutting it off."""
+"""Maximum length of a command's summary in characters. It is so large that `--help` wraps a long summary and never
+cuts it off."""
 
 
 class Lazy(NamedTuple):
@@ -156,14 +157,14 @@ class LazyGroup(click.Group):
 
 
 def refuse_tool_command(command: str) -> None:
-    """Raise a `UserError` that names the enginehouse package of an unknown command, if a package has it."""
+    """Raise a `UserError` that names the package of an unknown command, if a package of enginehouse provides it."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.first_party import TOOLS, pip_line
 
     for package in (package for package, commands in TOOLS.items() if command in commands):
         for plugin in plugins().plugins:
             if plugin.name in (package, f"enginehouse_{package}"):
-                why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add it"
+                why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add this command"
                 raise UserError(f"`{command}` comes with enginehouse-{package}, which is installed, but {why}")
         raise UserError(f"`{command}` comes with enginehouse-{package}. Try: {pip_line(package)}")
 

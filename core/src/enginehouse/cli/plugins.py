@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from enginehouse.plugin.options_schema import Option
 
 ARGUED = (Function, Environment, Tracker)
-"""Records whose arguments a config gives by name."""
+"""Types of records whose arguments a config gives by name."""
 
 
 class _Group(click.Group):
     """The commands of `enginehouse plugins`, including `doctor` from enginehouse-testing.
 
-    It loads only that package to find `doctor`, because any other plugin may be broken and end the process that loads
+    To find `doctor`, the group loads only that package. Any other plugin may be broken and end the process that loads
     it.
     """
 
@@ -123,7 +123,8 @@ def show(name: str) -> None:
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
-    """Return a record's state, and a line that explains any state but a plain `"ok"`."""
+    """Return a record's state and a line that explains it. The line is empty if this environment meets all
+    requirements."""
     record, plugin = provided
     missing = manager.missing(record)
     if not missing:
@@ -193,13 +194,14 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
         console.print(below)
     problems = list(_problems(manager, kind))
     if problems:
-        console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME; more: enginehouse plugins doctor)")
+        console.print("\n[bold]problems[/]  (details: enginehouse plugins show NAME, enginehouse plugins doctor)")
         for what, problem in problems:
             console.print(f"  {escape(what)}: {escape(problem)}")
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
-    """Return, by kind, the names of observed events and of all records but engines, with owners other than core."""
+    """Return the names of all records except engines, by kind, and the names of observed events. A name is followed by
+    its distribution, unless that is core."""
     names: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):

@@ -45,12 +45,12 @@ def runtime() -> None:
 @click.option(
     "--variant", help="Requirement set of the engine, such as cpu or cuda; unset: the set that fits this machine."
 )
-@click.option("--name", help="Name of the runtime; unset: a name from engine, variant and content.")
+@click.option("--name", help="Name of the runtime; unset: a name made of engine, variant and a hash.")
 def create(backend: str, variant: str | None, name: str | None) -> None:
     """Create the runtime of ENGINE, unless it exists.
 
     Runtimes are folders in ~/.cache/enginehouse/runtimes, or in ENGINEHOUSE_RUNTIMES. A runtime takes several GiB of
-    disk and several minutes. The output of pip is in .logs there.
+    disk, and its creation takes several minutes. The output of pip is in the subfolder .logs.
     """
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.runtimes.plugin_install import install_plugin
@@ -71,20 +71,23 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
             )
     recipe = make_recipe(record, variant or detect_variant())
     if name is not None and (name.startswith(".") or "/" in name):
-        raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {runtimes_folder()}")
+        raise RuntimeProblem(
+            f"{name!r} cannot be the name of a runtime: the name of its folder in {runtimes_folder()} must not begin "
+            "with '.' or contain '/'"
+        )
     if name in ("auto", CURRENT, OWN):
         raise RuntimeProblem(
-            f"{name!r} cannot be the name of a runtime: a config's engine.runtime={name} means something else"
+            f"{name!r} cannot be the name of a runtime: in a config, engine.runtime={name} has another meaning"
         )
     existing = next((runtime for runtime in list_runtimes() if runtime.name == (name or recipe.name)), None)
     if existing is not None and find_state(existing, record).word == "ok":
-        click.echo(f"runtime {existing.name} is there already: {_versions(existing)}. {_when_used(record)}")
+        click.echo(f"runtime {existing.name} exists already: {_versions(existing)}. {_when_used(record)}")
         return
     try:
         with Interrupts(lambda: None):
             made = _make_with_progress(recipe, name)
     except KeyboardInterrupt:
-        click.echo("Interrupted. Nothing incomplete is left; the same command starts again.", err=True)
+        click.echo("Interrupted. The incomplete runtime was deleted; the same command starts again.", err=True)
         sys.exit(EXIT_CODE)
     click.echo(f"made runtime {made.name}: {_versions(made)}. {_when_used(record)}")
 
@@ -94,7 +97,7 @@ def list_() -> None:
     """List the runtimes with their engines and states."""
     runtimes = list_runtimes()
     if not runtimes:
-        click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create ENGINE` makes one")
+        click.echo(f"there is no runtime in {runtimes_folder()}; to create one: `enginehouse runtime create ENGINE`")
         return
     manager = loaded_plugins()
     table = make_table("name", "engine", "variant", "version", "size", "state")
@@ -119,7 +122,7 @@ def remove(name: str) -> None:
 def doctor(name: str | None) -> None:
     """Check the runtime NAME, or all runtimes.
 
-    A worker is started in each. The exit code is 1 if a runtime is broken.
+    In each runtime, the command runs the imports of a worker. The exit code is 1 if a runtime cannot be used.
     """
     manager = loaded_plugins()
     table = make_table("name", "state", "problem", "cure")
@@ -155,7 +158,7 @@ def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
 
 
 def _record(manager: PluginManager, backend: str) -> Backend | None:
-    """Return the engine of this name that has runtimes. A rollout engine comes first."""
+    """Return the record of the engine with this name, if the engine declares runtimes. A rollout engine comes first."""
     for kind in ("rollout", "train"):
         for provided in manager.providers(kind, backend) if backend else ():
             if isinstance(provided.record, Backend) and provided.record.runtimes:
@@ -174,7 +177,7 @@ def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> 
 
 
 def _make_with_progress(recipe: RuntimeRecipe, name: str | None) -> Runtime:
-    """Make a runtime. Print each step and its seconds; a terminal also shows pip's output and the elapsed time."""
+    """Make a runtime. Print each step and its duration; on a terminal, also show pip's output and the elapsed time."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -208,8 +211,8 @@ def _when_used(record: Backend) -> str:
     if any(find_missing(record.requires)):
         return f"It is used wherever a config asks for {record.name!r}"
     return (
-        f"All that {record.name!r} needs is installed in this environment too, which is taken first: a config asks for "
-        "the runtime by engine.runtime=own"
+        f"This environment also meets the requirements of {record.name!r}, and is used by default. To use the runtime, "
+        "set engine.runtime=own in the config"
     )
 
 

@@ -1,7 +1,7 @@
 """The single controller: resource pools, worker groups, and the dispatch of calls to ranks.
 
-One Python program reads like a single process and drives all workers. One controller connects the roles, and each role
-runs as SPMD.
+The controller is one Python program that drives all workers and reads like a program of one process. Each role runs as
+SPMD: all its ranks execute the same method.
 
     with start_ray(), WorkerGroup(ResourcePool([2]), WorkerSpec(Actor, lr=1e-5), name="actor") as actor:
         actor.update(batch)

@@ -1,4 +1,4 @@
-"""The list of rows of shards that travels in place of a distributed batch, and the code that reads these rows."""
+"""Lists of rows in shards, which are sent in place of a distributed batch, and the code that reads these rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 ROWS_OF_A_RUN = 4
-"""Least mean length of runs of consecutive rows at which a batch is copied run by run instead of row by row."""
+"""Mean length of runs of consecutive rows from which a batch is copied run by run. Below it, rows are copied one by
+one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,9 +26,9 @@ class Piece:
     """Rows of one shard.
 
     Attributes:
-        place: the object reference of the shard, or a batch of the sending process that has only the needed rows.
+        place: object reference of the shard, or a batch from the sending process that contains only the needed rows.
         origin: the call that made the shard, for messages.
-        rows: the rows; None for all rows.
+        rows: row numbers in the shard; None for all rows.
     """
 
     place: Any
@@ -64,7 +65,8 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of row numbers, columns from the controller, and rows of the sending process."""
+        """Total size in bytes: the row numbers, the columns that the controller sends, and the rows that the sending
+        process holds."""
         travelling: list[Any] = [self.order, self.added, *(piece.rows for piece in self.pieces)]
         travelling += [self.beside, *(piece.place for piece in self.pieces)]
         return sum(getattr(part, "nbytes", 0) for part in travelling)
@@ -119,8 +121,8 @@ def _read(place: Any, origin: str, timeout: float | None) -> Batch:
     try:
         return ray.get(place, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
-        raise DataLost(f"the result of {origin} did not come to this node within {timeout:g} s", origin) from None
+        raise DataLost(f"the result of {origin} did not arrive on this node within {timeout:g} s", origin) from None
     except ray.exceptions.OwnerDiedError:
-        raise DataLost(f"the result of {origin} is lost: the program that called it has ended", origin) from None
+        raise DataLost(f"the result of {origin} is lost: the program that made this call has ended", origin) from None
     except ray.exceptions.ObjectLostError:
         raise DataLost(f"the result of {origin} is lost: its node has left the cluster", origin) from None

@@ -25,12 +25,13 @@ from enginehouse.controller.ray_access import is_alive, ray_access
 log = logging.getLogger(__name__)
 
 LOGICAL_CPUS = 32
-"""Least number of CPUs that Ray counts. A worker mostly waits, and four ranks must run on a laptop with few cores."""
+"""Minimum number of CPUs that Ray counts, even on a machine with fewer cores. Workers mostly wait, and four ranks must
+run on a laptop with few cores."""
 OBJECT_STORE_SHARE, AVAILABLE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.5, 0.8
 """Largest fractions of the machine's memory, of its available memory and of free /dev/shm that Ray's object store may
-have. The store takes a page of memory only when it writes to it."""
+use. The store takes up memory only as it is written to."""
 LEAST_OBJECT_STORE_BYTES = 80 << 20
-"""Ray requires 75 MiB."""
+"""Minimum size of the object store. Ray requires 75 MiB."""
 STARTS = 3
 """Maximum number of attempts to start Ray, if its processes do not start within Ray's own limit of 30 s."""
 LATE = "timed out during startup"
@@ -42,9 +43,10 @@ TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout
 KNOCK_SECONDS = 10.0
 """Time limit for a connection to a cluster's head node."""
 LONGEST_TEMP_DIR = 40
-"""Limit in characters. The paths of Ray's unix sockets are about 60 longer, and a socket's path may have 107."""
+"""Maximum length of the temporary directory's path in characters. The paths of Ray's Unix sockets are about 60
+characters longer, and the path of a socket may have at most 107 characters."""
 SHUTDOWN_SECONDS = 10.0
-"""Time that Ray's processes have to end before they are killed."""
+"""Time in seconds that Ray's processes have to end before they are killed."""
 
 SETTINGS = {
     # No usage report, and no console report of errors that enginehouse reports.
@@ -69,7 +71,7 @@ _owned: Cluster | None = None
 
 
 class Cluster:
-    """The Ray cluster that this process uses. `start_ray` makes it; a context manager.
+    """The Ray cluster that this process uses, as a context manager. `start_ray` returns it.
 
     Attributes:
         owned: True if `start_ray` started or joined the cluster, so that `shutdown` stops or leaves it.
@@ -117,10 +119,11 @@ class Cluster:
 
 
 class _Guard:
-    """Kills process groups when this process ends for any reason, by a shell that waits for the end of a pipe.
+    """Kills process groups when this process ends for any reason. A shell does so when the pipe from this process
+    closes.
 
-    The kernel ends the processes that this process started. Ray's agents are children of raylet, and would complain and
-    wait a minute for a control service that is gone.
+    Without the guard, the kernel ends only the processes that this process started. Ray's agents are children of
+    raylet. They would print errors and wait a minute for the control service, which has already ended.
     """
 
     def __init__(self, leaders: list[int]):
@@ -205,13 +208,16 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
 def _about_tokens() -> str:
     """Explain why a running cluster may reject this process."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        cure = "another: copy the cluster's ~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH win over it)"
+        cure = (
+            "a different token: copy the cluster's ~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH take "
+            "precedence over this file)"
+        )
     else:
         cure = (
-            "none: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token; or start the cluster "
+            "no token: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token; or start the cluster "
             "with RAY_AUTH_MODE=disabled"
         )
-    return f"If it is up, it most likely asks for a token (InvalidAuthToken) and this process gives {cure}"
+    return f"If it is running, it most likely requires a token (InvalidAuthToken), but this process sends {cure}"
 
 
 def _control_at(address: str) -> psutil.Process | None:
@@ -255,7 +261,7 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
                 if temp_dir:
                     shutil.rmtree(temp_dir, ignore_errors=True)
                 raise
-            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
+            log.warning("Ray did not start within its limit of 30 s, because this machine is busy; trying again")
     processes = started()
     control = next((process for process in processes if _program(process) == "gcs_server"), None)
     return Cluster(owned=True, processes=processes, temp_dir=temp_dir, control=control)
@@ -263,11 +269,11 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
 
 @contextmanager
 def _beginning() -> Iterator[None]:
-    """Make the processes that Ray starts lead their own sessions, and keep this program's signal handlers.
+    """Start a new session for each process that Ray starts, and keep this program's signal handlers.
 
-    Then a signal to this program's process group does not end Ray before the run has saved its state. Ray 2.60 starts
-    its processes by `subprocess` with a `preexec_fn`, which runs Python's hooks at a fork. The kernel still ends these
-    processes with this process.
+    A signal to this program's process group then does not end Ray before the run has saved its state. Ray 2.60 starts
+    its processes by `subprocess` with a `preexec_fn`, so that Python runs the hooks for forks. The kernel still ends
+    these processes when this process ends.
     """
     global _begun
     handlers: dict[int, Callable[..., object]] = {}
@@ -288,7 +294,7 @@ class _Beginning(NamedTuple):
     handlers: dict[int, Callable[..., object]]
 
     def take_signals_back(self) -> None:
-        """Restore the signal handlers. `ray.init` sets a handler for SIGTERM that exits at any place of the program."""
+        """Restore the signal handlers. The handler that `ray.init` sets for SIGTERM exits wherever the program is."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
@@ -329,7 +335,7 @@ def count_cores() -> int:
 
 
 def end_processes(processes: list[psutil.Process], patience: float) -> None:
-    """Wait `patience` seconds for processes to end, then kill those that have not."""
+    """Wait `patience` seconds for processes to end, then kill the processes that still run."""
     _, alive = psutil.wait_procs(list(filter(is_alive, processes)), timeout=patience)
     for process in alive:
         if is_alive(process):
@@ -379,5 +385,5 @@ def _too_little_memory() -> str:
     available, total = memory.available / 2**30, memory.total / 2**30
     return (
         f"other programs leave {available:.2f} GiB of {total:.1f} GiB of memory, too little for Ray and its object "
-        "store. End some of them, or use cluster.launcher=inline where one process is enough"
+        "store. End some of these programs, or use cluster.launcher=inline if one process is enough"
     )

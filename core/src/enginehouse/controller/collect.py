@@ -29,7 +29,7 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
 
 
 def wrap_shard(result: Any) -> Any:
-    """Replace the last item of a rank's result by a `DistributedBatch`, if it is a shard."""
+    """Replace the last item of a rank's result by a `DistributedBatch`, if that item is a shard."""
     if not isinstance(shard := get_last(result), Shard):
         return result
     from enginehouse.controller.distributed import DistributedBatch
@@ -62,8 +62,11 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
 
 
 def _of_one_type(arrays: Sequence[Any], ranks: Sequence[int], where: str) -> list[Any]:
-    """Return the arrays that have rows; the dtype of an array made from an empty list is arbitrary. Raises
-    `DispatchError` if the dtypes differ. torch and numpy would silently turn large integers into floats."""
+    """Return the arrays that have rows. Raises `DispatchError` if their dtypes differ.
+
+    Empty arrays are left out, because the dtype of an array made from an empty list is arbitrary. Without the check,
+    torch and numpy would silently turn large integers into floats.
+    """
     filled = {rank: array for rank, array in zip(ranks, arrays) if not array.ndim or len(array)}
     if len({array.dtype for array in filled.values()}) > 1:
         dtypes = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())

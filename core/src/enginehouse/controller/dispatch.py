@@ -39,9 +39,9 @@ class Same:
 class Balanced:
     """A batch for a `dp` call whose rows are split so that the shards have similar numbers of tokens.
 
-    Joined results come back in the order of the batch's rows. These are lists and tensors with one entry per row, and
-    batches with the same number of neighbouring rows per row (responses to a prompt). `collect="list"` and collect
-    functions get the ranks' results in the order of ranks.
+    Joined results come back in the order of the batch's rows. This holds for lists and tensors with one entry per row,
+    and for batches with the same number of consecutive rows for each row, such as the responses to a prompt.
+    `collect="list"` and collect functions get the results in the order of ranks.
 
     Args:
         batch: a `Batch`, a `DistributedBatch`, or the `Future` of one.
@@ -54,7 +54,7 @@ class Balanced:
 
 
 class Dealt(list[Call | None]):
-    """One call per rank, for a `Balanced` batch.
+    """The calls of all ranks for a `Balanced` batch.
 
     Attributes:
         shards: row numbers of the batch in each shard, int64.
@@ -71,13 +71,14 @@ class Mode:
 
     Attributes:
         dispatch: `dispatch(group, *args, **kwargs)` returns one `Call` per rank, or None for a rank that is not called.
-        collect: `collect(group, outputs, ranks)` gets one output per rank, and the ranks that answer.
-        returning: returns the ranks whose results the collection reads. Results of other ranks stay on their workers.
-            None: it reads all results.
-        passes_on: the collection returns one rank's output unchanged, so that a placeholder can replace it.
-        awaits_futures: `dispatch` gets the results of `Future`s among the arguments.
-        keeps_back: batches among the results stay on their workers, and `collect` gets a `Shard` for each.
-        joins: the collection concatenates the ranks' results.
+        collect: `collect(group, outputs, ranks)` gets one output per rank, and the ranks whose results come back.
+        returning: returns the ranks whose results `collect` reads. Results of other ranks stay on their workers. None:
+            `collect` reads the results of all ranks.
+        passes_on: True if `collect` returns the output of one rank unchanged. A placeholder can then replace the output
+            in other calls.
+        awaits_futures: True if `dispatch` gets the results of `Future`s among the arguments.
+        keeps_back: True if batches among the results stay on their workers. `collect` then gets a `Shard` for each.
+        joins: True if `collect` concatenates the ranks' results.
     """
 
     dispatch: Callable[..., Sequence[Call | None]]
@@ -102,7 +103,8 @@ def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None
 
 
 def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each rank one entry of each argument. Raises `DispatchError` unless each has `world_size` entries."""
+    """Give each rank one entry of each argument. Raises `DispatchError` unless each argument has `world_size`
+    entries."""
     size = group.world_size
     spread_args = [_per_rank(value, f"argument {index}", size) for index, value in enumerate(args)]
     spread_kwargs = {name: _per_rank(value, f"argument {name!r}", size) for name, value in kwargs.items()}
@@ -147,9 +149,9 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
     if not wrappers:
         return None
     if len(wrappers) > 1:
-        raise DispatchError("one argument of a call can be Balanced: the other batches are dealt as it is")
+        raise DispatchError("only one argument of a call can be Balanced: the other batches are split in the same way")
     if not is_splittable(wrappers[0].batch):
-        raise DispatchError(f"Balanced goes around a batch, not {type(wrappers[0].batch).__name__}")
+        raise DispatchError(f"Balanced must wrap a batch, not {type(wrappers[0].batch).__name__}")
     if shards == 1:
         return None
     from enginehouse.data import balance
@@ -158,16 +160,22 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
 
 
 def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
-    """Put a result back into the order of a `Balanced` batch, if it has one entry, or k rows of a batch, for each row.
-    Raises `DispatchError` if a returned batch has another number of rows, so that their order is unknown."""
+    """Put a result back into the order of the rows of a `Balanced` batch.
+
+    A list or tensor is reordered if it has one entry for each row, and otherwise returned unchanged. A batch must have
+    the same number of rows for each row of the `Balanced` batch.
+
+    Raises:
+        DispatchError: the rows of a returned batch cannot be matched with those of the `Balanced` batch.
+    """
     entries, sizes = [_entries(part) for part in parts], [len(rows) for rows in shards]
     back = np.argsort(np.concatenate(shards))
     if is_splittable(result):
         times = len(result) // len(back) if len(back) else 1
         if entries != [times * size for size in sizes]:
             raise DispatchError(
-                f"a Balanced batch of {len(back)} rows, dealt as {sizes}, came back as {entries} rows: a method "
-                "that is given a Balanced batch returns the same number of rows for each row it gets"
+                f"a Balanced batch of {len(back)} rows was split into {sizes} rows, but came back as {entries} rows: "
+                "the method must return the same number of rows for each row of a Balanced batch"
             )
         return result.take((back[:, None] * times + np.arange(times)).ravel())
     if entries != sizes:
@@ -189,7 +197,8 @@ def _entries(part: Any) -> int | None:
 
 
 def is_splittable(value: Any) -> bool:
-    """Return True if `dp` splits `value`, because it has a length, `split(parts)` and `concat`, as no tensor has."""
+    """Return True if `dp` splits `value`: its class has a length, `split(parts)` and `concat`. Tensors do not have all
+    three."""
     kind = type(value)
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 
@@ -198,11 +207,11 @@ def refuse_wrapper(value: Any, call: str) -> None:
     """Raise a `DispatchError` for a wrapper that the dispatch mode of the call does not unwrap."""
     if isinstance(value, (PerRank, Same)):
         raise DispatchError(
-            f"{call} got a {type(value).__name__}, for calls of mode 'all_to_all' alone; other modes give a plain "
-            "value to every rank"
+            f"{call} got a {type(value).__name__}, which only calls of mode 'all_to_all' accept; other modes give a "
+            "plain value to every rank"
         )
     if isinstance(value, Balanced):
-        raise DispatchError(f"{call} got a Balanced batch, for calls of mode 'dp' alone; give the batch itself")
+        raise DispatchError(f"{call} got a Balanced batch, which only calls of mode 'dp' accept; pass the batch")
 
 
 def is_distributed(value: Any) -> bool:
@@ -212,12 +221,13 @@ def is_distributed(value: Any) -> bool:
 
 
 def output_ranks(group: WorkerGroup) -> Sequence[int]:
-    """Return the ranks whose results stand for the shards of the data axis, in the order of the shards."""
+    """Return the rank that returns the results of each data shard, in the order of the shards."""
     return group.layout.output_ranks
 
 
 def resolve_mode(spec: CallSpec) -> Mode:
-    """Return the mode with which a method was registered: a record's, or the two functions given to `@register`.
+    """Return the mode with which a method was registered: a mode that a plugin declares, or a mode made of the two
+    functions given to `@register`.
 
     Raises:
         PluginLookupError: no plugin registered a mode of this name.
@@ -265,8 +275,8 @@ def _per_rank(value: Any, label: str, size: int) -> Sequence[Any]:
     values = value.values if isinstance(value, PerRank) else value
     if not isinstance(values, (list, tuple)):
         raise DispatchError(
-            f"{label} of an all_to_all call is a list with one entry a rank, not {type(value).__name__}; "
-            "wrap a value for every rank in Same(value)"
+            f"{label} of an all_to_all call must be a list with one entry per rank, not {type(value).__name__}; "
+            "use Same(value) to give every rank the same value"
         )
     if len(values) != size:
         raise DispatchError(f"{label} of an all_to_all call has {len(values)} entries for {size} ranks")

@@ -28,9 +28,9 @@ READ_SECONDS = 120.0
 class DistributedBatch:
     """A `Batch` whose rows stay on the workers. A `dp` call returns it if the workers return batches.
 
-    A group's call reads the rows from the shards. Operations on rows and columns return new distributed batches and
-    move no data. A distributed batch is immutable. Its shards live as long as an object refers to them, even after the
-    group that made them has ended.
+    A call that gets the batch reads its rows from the shards. Operations on rows and columns return new distributed
+    batches and move no data. A distributed batch is immutable. Its shards exist as long as an object refers to them,
+    even after the group that made them has ended.
 
     Torch cannot make tensors of the object store read-only. Never write into a column in place, because every holder of
     the batch would see the change. Write into `fetch().clone()` instead.
@@ -104,7 +104,7 @@ class DistributedBatch:
         the shards (see `fetch`).
 
         Raises:
-            UnknownColumnError: the batch has no such column; the message names the nearest.
+            UnknownColumnError: the batch has no such column. The message names the nearest column.
             DataLost: a shard no longer exists.
         """
         self._known(name)
@@ -125,13 +125,13 @@ class DistributedBatch:
         return self._rows.shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
-        """Read the rows into this process. `names` selects columns; None reads all of them.
+        """Read the rows into this process. `names` selects columns; None reads all columns.
 
-        A shard on this node is read in place, so consecutive rows of a shard are a view and other rows are copied. A
+        A shard on this node is read in place: consecutive rows of a shard are a view, and other rows are copied. A
         shard on another node is first copied completely to this node's object store.
 
         Raises:
-            UnknownColumnError: the batch has no such column; the message names the nearest.
+            UnknownColumnError: the batch has no such column. The message names the nearest column.
             DataLost: a shard no longer exists, or did not arrive within `READ_SECONDS`.
         """
         chosen = self if names is None else self.select(names)
@@ -140,8 +140,8 @@ class DistributedBatch:
         return chosen.assembly().read(READ_SECONDS)
 
     def shards(self) -> Iterator[Batch]:
-        """Yield the rows in order, in batches that each come from one shard and are views of the object store. Raises
-        `DataLost` if a shard cannot be read, as in `fetch`."""
+        """Yield the rows in order, in batches of rows from the same shard. Raises `DataLost` if a shard cannot be read,
+        as in `fetch`."""
         of_shard = self._rows.shard_of()
         cuts = np.flatnonzero(np.diff(of_shard)) + 1
         for start, stop in zip([0, *cuts], [*cuts, len(of_shard)]):
@@ -182,11 +182,11 @@ class DistributedBatch:
         return self.select([name for name in self._names if name not in dropped])
 
     def with_columns(self, **columns: Any) -> DistributedBatch:
-        """Add or replace columns that this process holds. They travel as arguments of the calls that get the batch.
-        Raises `BatchError` if a column has another row count than the batch."""
+        """Add columns that this process holds, or replace columns of the same name. Each call that gets the batch also
+        sends these columns. Raises `BatchError` if a column has another row count than the batch."""
         new = Batch(columns)
         if columns and len(new) != len(self):
-            raise BatchError(f"column(s) {', '.join(columns)} have {len(new)} rows, the batch has {len(self)}")
+            raise BatchError(f"column(s) {', '.join(columns)} have {len(new)} rows, but the batch has {len(self)}")
         before = {name: self._added[name] for name in self._added.columns} if self._added is not None else {}
         added = Batch({**before, **{name: new[name] for name in new.columns}})
         names = (*self._names, *(name for name in new.columns if name not in self._names))
@@ -197,10 +197,12 @@ class DistributedBatch:
         return DistributedBatch(self._rows, names, added if added.columns else None, beside)
 
     def joined(self, other: DistributedBatch) -> DistributedBatch:
-        """Add or replace columns by those of another batch of the same rows. The columns stay in their shards. Raises
-        `BatchError` if the other batch has another row count."""
+        """Add the columns of another batch with the same rows, or replace columns of the same name. The columns stay in
+        their shards. Raises `BatchError` if the other batch has another row count."""
         if len(other) != len(self):
-            raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
+            raise BatchError(
+                f"column(s) {', '.join(other.columns)} have {len(other)} rows, but the batch has {len(self)}"
+            )
         base = self.drop([name for name in other.columns if name in self._names])
         beside = other if base._beside is None else base._beside.joined(other)
         return DistributedBatch(base._rows, (*base._names, *other._names), base._added, beside)
@@ -214,15 +216,15 @@ class DistributedBatch:
         return DistributedBatch(self._rows.take(index), self._names, added, beside)
 
     def slice(self, start: int, stop: int | None = None) -> DistributedBatch:
-        """Return rows `start` to `stop`, with Python's rules for negative and large numbers."""
+        """Return rows `start` to `stop`. Negative and large numbers follow the rules of Python slices."""
         first, last, _ = slice(start, stop).indices(len(self))
         if (first, last) == (0, len(self)):
             return self
         return self.take(np.arange(first, max(first, last)))
 
     def split(self, parts: int | Sequence[int]) -> list[DistributedBatch]:
-        """Split into consecutive batches, as `Batch.split`. Raises `BatchError` if the number of parts is not positive,
-        or the sizes do not add up to the number of rows."""
+        """Split into consecutive batches, as `Batch.split` does. Raises `BatchError` if the number of parts is not
+        positive, or if the sizes do not add up to the number of rows."""
         rows = Batch({"row": np.arange(len(self))})
         return [self.take(part["row"]) for part in rows.split(parts)]
 
@@ -242,9 +244,9 @@ class DistributedBatch:
                 or batch._beside_names() != first._beside_names()
             ):
                 raise BatchError(
-                    f"distributed batches of different columns: {', '.join(first._names)} (added here: "
-                    f"{', '.join(sorted(first._added_names())) or 'none'}) and {', '.join(batch._names)} (added here: "
-                    f"{', '.join(sorted(batch._added_names())) or 'none'})"
+                    "distributed batches to concatenate have different columns: "
+                    f"{', '.join(first._names)} (added here: {', '.join(sorted(first._added_names())) or 'none'}) and "
+                    f"{', '.join(batch._names)} (added here: {', '.join(sorted(batch._added_names())) or 'none'})"
                 )
         rows = ShardRows.concat([batch._rows for batch in batches])
         added = [batch._added for batch in batches if batch._added is not None]
@@ -282,6 +284,6 @@ class DistributedBatch:
 
     def __reduce__(self) -> Any:
         raise DispatchError(
-            "a DistributedBatch is given to a group's call as an argument of its own, not inside another object; "
-            "fetch() reads it"
+            "a DistributedBatch must be a separate argument of a group's call, not a part of another object; "
+            "fetch() reads its rows"
         )

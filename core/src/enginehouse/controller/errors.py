@@ -1,4 +1,4 @@
-"""Errors between the controller and its workers. All of them pickle, because a controller may run inside a Ray task."""
+"""Errors of the controller and its workers. All of them can be pickled, because a controller may run in a Ray task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ControllerError(EnginehouseError):
 
 
 class ClusterLost(ControllerError):
-    """Ray's control service is gone. No process can start any more, and Ray soon ends all programs of the cluster."""
+    """Ray's control service has ended. No process can start any more, and Ray soon ends all programs of the cluster."""
 
 
 class PlacementError(ControllerError):
@@ -93,8 +93,8 @@ class WorkerTimeout(WorkerError):
     """The call did not end within its deadline.
 
     Attributes:
-        stacks: by late rank, the Python stacks of all its threads and running coroutines, or the reason why they are
-            missing. `rank` is the first late rank.
+        stacks: for each late rank, the Python stacks of all its threads and running coroutines, or the reason why they
+            are missing. `rank` is the first late rank.
     """
 
     seconds: float = 0.0
@@ -160,8 +160,9 @@ def unpickled_error(pickled: bytes | None) -> BaseException | None:
 
 
 def unwrap_user_error(error: BaseException | None) -> UserError | None:
-    """Find the `UserError` behind an error, which a worker may have raised; None if the user is not to blame. The
-    command line prints the `UserError` and exits with code 2, or with code 1 if there is none."""
+    """Find the `UserError` among the causes of an error, in this process or on a worker. Return None if there is none,
+    or if a `SaveError` is among the causes. The command line prints the `UserError` and exits with code 2, or with
+    code 1 if there is none."""
     causes = list(walk_causes(error))
     if any(isinstance(cause, SaveError) for cause in causes):
         return None

@@ -1,8 +1,9 @@
 """Sends many small requests to worker processes in few calls.
 
-The controller's end (`Exchange`) collects all new requests of one turn of its event loop and sends them to a worker in
-one call. The worker's end (`AnswerQueue`) returns from the call when a task has ended, together with all tasks that end
-shortly after. So one call both delivers tasks and collects results, and a worker with a running task always has a call.
+On the controller, `Exchange` collects all new requests of one turn of its event loop and sends them to a worker in one
+call. On the worker, `AnswerQueue` returns from the call when a task has ended. The answer includes all tasks that end
+shortly after. One call therefore delivers tasks and collects results, and a worker with a running task always has a
+pending call.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ W = TypeVar("W")
 T = TypeVar("T")
 
 GATHERED_SECONDS = 0.01
-"""Time that an ended task waits for other tasks to end, so that one answer returns them together."""
+"""Time in seconds that the result of an ended task waits for other tasks to end, so that one answer returns all."""
 
 
 class Exchange(Generic[W]):
-    """The controller's end of calls to several workers. All methods but `hurry` run on one event loop.
+    """The controller's side of calls to several workers. All methods except `hurry` run on one event loop.
 
     Args:
-        turn: sends new requests. It is called once in a turn of the loop after `soon`, and after the end of each call.
+        turn: function that sends new requests. It is called in the next turn of the loop after a call of `soon`, and
+            after each call to a worker has ended.
+        take: function that gets a worker and the result of a call to the worker.
+        fail: function that gets a worker and the error of a call to the worker.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Exchange(Generic[W]):
         return worker in self._calls
 
     def send(self, worker: W, call: Callable[[], Future]) -> None:
-        """Call a worker, and pass the result to `take` or the error to `fail`."""
+        """Make a call to a worker, and pass its result to `take` or its error to `fail`."""
         try:
             sent: Future | Exception = call()
         except Exception as error:
@@ -81,8 +85,8 @@ class Exchange(Generic[W]):
 
 
 class AnswerQueue(Generic[T]):
-    """The worker's end, on one event loop. A caller waits while tasks run, until some have ended. A new caller releases
-    the previous caller, which may be dead, and gets all ended tasks."""
+    """The worker's side, on one event loop. A caller waits until a task has ended, and then gets all ended tasks. A new
+    caller releases the previous caller, which may be dead, and gets the ended tasks instead."""
 
     def __init__(self) -> None:
         self._under_way: set[asyncio.Task[T]] = set()
@@ -97,7 +101,7 @@ class AnswerQueue(Generic[T]):
         return self._asking
 
     def add(self, task: asyncio.Task[T]) -> None:
-        """Return a task to a caller once the task has ended."""
+        """Add a running task. A caller gets the task once it has ended."""
         self._under_way.add(task)
         task.add_done_callback(self._note_end)
 

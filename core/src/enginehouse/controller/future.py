@@ -48,8 +48,9 @@ class Future:
             timeout: seconds to wait, if shorter than the time to the call's deadline.
 
         Raises:
-            StillRunning: `timeout` passed. The call continues, and `result` may be called again. A `TimeoutError`.
-            ClusterLost: Ray is about to end. The worker may live, and `result` may be called again.
+            StillRunning: `timeout` passed. The call continues, and `result` may be called again. This error is a
+                `TimeoutError`.
+            ClusterLost: Ray is about to end. The worker may still run, and `result` may be called again.
             WorkerError: the call failed, or its deadline passed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -119,16 +120,20 @@ class Future:
         return float("-inf") if pending is None else pending.deadline
 
     def overdue(self) -> bool:
-        """Return True if `result` raises `WorkerTimeout` unless the call has ended. After the deadline this may take
-        seconds, and may postpone the deadline."""
+        """Return True if the deadline has passed, so that `result` raises `WorkerTimeout` unless the call has ended.
+
+        After the deadline, this check may take seconds. It postpones the deadline if a rank made progress and the call
+        has the group's default limit.
+        """
         pending = self._pending
         return pending is None or pending.overdue()
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Call `callback(self)` once the call has ended on every rank, or failed on one rank; at once, if it has
-        already.
+        """Call `callback(self)` once the call has ended on every rank, or failed on one rank. If that has happened
+        already, the callback is called at once.
 
-        The callback may run in another thread, and must not block that thread. A passed deadline does not call it.
+        The callback may run in another thread, and must not block that thread. It is not called when the deadline
+        passes.
         """
         pending = self._pending
         if self._settled or pending is None:
@@ -143,7 +148,7 @@ class Future:
             pending.look()
 
     def hurry(self) -> None:
-        """Tell the call that a wait for `add_done_callback` was interrupted."""
+        """Tell the call that a wait for the callback of `add_done_callback` was interrupted."""
         if (pending := self._pending) is not None:
             pending.hurry()
 
@@ -158,7 +163,8 @@ class Future:
         return self._settled or pending is None or pending.done()
 
     def reference(self) -> Any:
-        """Return a placeholder for the result in other calls' arguments, if it is one rank's output; else None."""
+        """Return a placeholder that stands for the result in the arguments of other calls. Return None if the result is
+        not the output of a single rank."""
         pending = self._pending  # None after a failed call
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 

@@ -105,7 +105,7 @@ class WorkerGroup:
 
     @property
     def meshes(self) -> list[Mesh | None]:
-        """Mesh of each rank, as `__init__` or the last `refresh_meshes` left it."""
+        """Mesh of each rank, as read after the workers' `__init__`, or by the last `refresh_meshes`."""
         return self._processes.meshes(self.name)
 
     @property
@@ -121,7 +121,7 @@ class WorkerGroup:
         return f"{self.name} was shut down" if self._closed else self._processes.broken
 
     def refresh_meshes(self) -> list[Mesh | None]:
-        """Read the workers' meshes again, if they are made after `__init__`."""
+        """Read the workers' meshes again. Call this if the workers set their meshes after `__init__`."""
         self._layout = None
         return self._processes.meshes(self.name, refresh=True)
 
@@ -165,8 +165,8 @@ class WorkerGroup:
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method of the workers on one rank.
 
-        If the method is registered with `collect="distributed"`, a returned batch stays on the worker. It is the whole
-        result, or the last item of a tuple.
+        If the method is registered with `collect="distributed"`, a batch stays on the worker if it is the whole result,
+        or the last item of a tuple.
 
         Raises:
             DispatchError: there is no such rank.
@@ -210,7 +210,9 @@ class WorkerGroup:
         patient = timeout is None
         deadline = self._timeout if timeout is None else timeout
         if deadline <= 0:
-            raise DispatchError(f"{self.name}.{method}: a deadline is a positive number of seconds, not {deadline:g}")
+            raise DispatchError(
+                f"{self.name}.{method}: a deadline must be a positive number of seconds, not {deadline:g}"
+            )
         mode = mode or self._mode(method, spec)
         if mode.awaits_futures:
             label, until = f"{self.name}.{method}", None if patient else time.monotonic() + deadline
@@ -311,7 +313,7 @@ def launch(
     """Start the processes of a group, with one object per role in each.
 
     Raises:
-        ControllerError: there is no such launcher, or the pool does not fit it.
+        ControllerError: there is no such launcher, or the pool does not fit the launcher.
         WorkerError: a worker could not be built.
     """
     if launcher == "inline":
@@ -319,11 +321,13 @@ def launch(
 
         return InlineProcesses(pool, roles, options)
     if launcher != "ray":
-        raise ControllerError(f"{options.name}: launcher is 'ray' or 'inline', not {launcher!r}")
+        raise ControllerError(f"{options.name}: launcher must be 'ray' or 'inline', not {launcher!r}")
     if pool is None:
         raise ControllerError(f"{options.name}: the Ray launcher needs a ResourcePool")
     if options.device == "cuda" and not pool.gpus_per_process:
-        raise ControllerError(f"{options.name}: device 'cuda' needs gpus_per_process, pool {pool.name!r} has none")
+        raise ControllerError(
+            f"{options.name}: device 'cuda' needs a pool with gpus_per_process, but pool {pool.name!r} has no GPUs"
+        )
     from enginehouse.controller.launchers.ray import RayProcesses
 
     return RayProcesses.launch(pool, roles, options)
@@ -333,12 +337,14 @@ def reserve_names(spec: WorkerSpec) -> None:
     """Raise a `ControllerError` for a worker whose registered method would hide an attribute of the group."""
     if not isinstance(spec, WorkerSpec):
         name = spec.__name__ if isinstance(spec, type) else repr(spec)
-        raise ControllerError(f"a group is made from a WorkerSpec: write WorkerSpec({name}, ...) instead of {name}")
+        raise ControllerError(
+            f"a group must be made from a WorkerSpec: write WorkerSpec({name}, ...) instead of {name}"
+        )
     for method in registered_methods(spec.cls):
         if hasattr(WorkerGroup, method) or method == "name":
             raise ControllerError(
-                f"{spec.cls.__name__}.{method} cannot be registered: a worker group has a {method!r} of its own"
-                + ("; a worker's shutdown is called by the group's without being registered" * (method == "shutdown"))
+                f"{spec.cls.__name__}.{method} cannot be registered: worker groups have an attribute {method!r}"
+                + ("; the group's shutdown calls a worker's shutdown without @register" * (method == "shutdown"))
             )
 
 
@@ -347,7 +353,12 @@ _ZERO = CallSpec("rank_zero")
 
 
 def _await_argument(label: str, argument: Any, until: float | None, timeout: float) -> Any:
-    """Return an argument, or the result of the call that it stands for, by `until` (monotonic seconds or None)."""
+    """Return an argument; if it is a `Future`, wait for its result and return the result.
+
+    Args:
+        until: time of `time.monotonic()` at which the wait ends; None: no limit.
+        timeout: the deadline in seconds, for the message.
+    """
     if isinstance(argument, Balanced):
         return Balanced(_await_argument(label, argument.batch, until, timeout), argument.by)
     if not isinstance(argument, Future):
@@ -366,7 +377,7 @@ def _check_calls(calls: Any, group: WorkerGroup, method: str) -> None:
     if not isinstance(calls, (list, tuple)) or len(calls) != group.world_size or not any(calls):
         raise DispatchError(
             f"{group.name}.{method}: its dispatch function must return a list with one (args, kwargs) for each of "
-            f"{group.world_size} ranks (None for one that is not called), not {_shape(calls)}"
+            f"{group.world_size} ranks (None for a rank that is not called), not {_shape(calls)}"
         )
     for rank, call in enumerate(calls):
         if call is not None and not _is_call(call):

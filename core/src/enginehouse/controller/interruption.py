@@ -25,8 +25,11 @@ def note_signal(number: int | None) -> None:
 
 
 def seconds_to_end(grace_seconds: float) -> float | None:
-    """Return the seconds that an orderly end may take after a `KeyboardInterrupt`. A sender of other signals kills the
-    process after `grace_seconds`. After Ctrl-C there is no limit (None), because the user may press it again."""
+    """Return the seconds that an orderly end may take after a `KeyboardInterrupt`; None if there is no limit.
+
+    There is no limit after Ctrl-C, because the user may press it again. The sender of another signal is expected to
+    kill the process after `grace_seconds`.
+    """
     return None if _came in (None, signal.SIGINT) else grace_seconds
 
 

@@ -11,7 +11,7 @@ from enginehouse.engines.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class DataLayout:
-    """The data axis of a group.
+    """The assignment of data shards to the ranks of a group.
 
     Attributes:
         shards: number of data shards.
@@ -37,7 +37,7 @@ class DataLayout:
         axes: tuple[tuple[str, int], ...] = ()
         for rank, mesh in enumerate(meshes):
             if mesh is None:
-                raise DispatchError(f"{group}: rank {rank} has no mesh and other ranks have one")
+                raise DispatchError(f"{group}: rank {rank} has no mesh, but other ranks have a mesh")
             if mesh.world_size != len(meshes) or mesh.rank != rank:
                 raise DispatchError(
                     f"{group}: the mesh of rank {rank} says rank {mesh.rank} of {mesh.world_size}, "
@@ -46,8 +46,8 @@ class DataLayout:
             axes = axes or mesh.axes
             if mesh.axes != axes:
                 raise DispatchError(
-                    f"{group}: rank {rank} lies on a mesh of {dict(mesh.axes)}, rank 0 on one of {dict(axes)}; "
-                    "all ranks declare the same axes in the same order"
+                    f"{group}: rank {rank} has the mesh axes {dict(mesh.axes)}, but rank 0 has {dict(axes)}; "
+                    "all ranks must declare the same axes in the same order"
                 )
             shards = mesh.dp_size
             shard_of.append(mesh.dp_rank)

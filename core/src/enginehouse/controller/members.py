@@ -36,12 +36,14 @@ class Member:
 
 
 class Members:
-    """The processes of some replicas at one moment. A lost or restarted replica's process no longer answers.
+    """The processes of some replicas at one moment. If a replica is lost or restarted later, its process here no longer
+    answers.
 
     Args:
         name: the role, for messages.
         members: the processes. Two `Members` with the same processes are equal.
-        is_lost: returns True for a lost member. It gets the member, and the error of a failed call or None.
+        is_lost: function that returns True for a lost member. It gets the member and the error of a failed call, or
+            None.
     """
 
     def __init__(self, name: str, members: Sequence[Member], is_lost: Callable[[Member, Exception | None], bool]):
@@ -69,7 +71,7 @@ class Members:
         return [member for member in self.members if self._is_lost(member, None)]
 
     def name_of(self, place: int) -> str:
-        """Return a member's name for messages, by its place among the members."""
+        """Return the name, for messages, of the member at index `place`."""
         return f"{self.name} replica {self.members[place].number}"
 
     def call(
@@ -85,7 +87,7 @@ class Members:
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call a method with an additional last argument, the member's place among the members."""
+        """Call a method with an additional last argument: the index of the member among the members."""
         return self._call_each(method, [(*args, place) for place in range(len(self.members))], timeout)
 
     def _call_each(
@@ -128,12 +130,13 @@ class GroupRanks(Members):
         return self._group.call(method, *args, timeout=timeout, blocking=False, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call a method that takes its rank from the group, in place of the additional argument."""
+        """Call a method without an additional argument. A rank knows its index already: it is the rank."""
         return self.call(method, *args, timeout=timeout)
 
 
 class Gathered:
-    """The results of a call of several members, in their order. `Members` makes it, and it is used like a `Future`."""
+    """A call of several members. Its result is the list of their results, in the order of the members. `Members`
+    creates it, and it behaves like a `Future`."""
 
     def __init__(
         self,

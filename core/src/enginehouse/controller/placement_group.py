@@ -1,7 +1,7 @@
 """The Ray placement groups of a pool, one per node, and the leases of their bundles.
 
-A bundle is the place of one process, or of `max_colocate` processes of as many worker groups. Each pool has its own
-placement groups, unless it was merged or split from other pools, whose bundles it leases.
+A bundle is the place of one process, or of `max_colocate` processes of different worker groups. Each pool has its own
+placement groups. Only a pool that was merged or split from other pools has none: it leases the bundles of these pools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginehouse.controller.pool import ResourcePool
 
 UNITS = 10_000
-"""Ray counts resources in ten-thousandths. Shares are rounded to them, so that all shares of a bundle fit."""
+"""Number of units of a CPU or GPU in Ray's count. Shares are rounded to units, so that all shares of a bundle fit."""
 POLL_SECONDS = 0.05
 
 _leases_lock = threading.Lock()
@@ -36,8 +36,8 @@ class Slot:
 
     Attributes:
         cpus: CPUs of the process, in Ray's count.
-        devices: numbers, on the node, of the GPUs that a guest sees, although Ray assigns it none. None: the process is
-            not a guest, and sees the GPUs that Ray assigns.
+        devices: the node's numbers of the GPUs that a guest sees, although Ray assigns no GPUs to a guest. None: the
+            process is not a guest, and sees the GPUs that Ray assigns.
     """
 
     placement_group: Any
@@ -97,7 +97,8 @@ class PlacementGroups:
         return bool(self._placement_groups)
 
     def _no_leases(self) -> list[weakref.WeakKeyDictionary[Lease, None]]:
-        """Return empty leases for each bundle. They keep the order of groups, and a deleted group frees its bundles."""
+        """Return an empty collection of leases for each bundle. It keeps the order in which groups leased the bundle,
+        and forgets the lease of a deleted group."""
         return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def tenants(self, index: int) -> list[str]:
@@ -192,7 +193,7 @@ class PlacementGroups:
 
     def _check_held(self, given_back: int) -> None:
         if self._given_back != given_back:
-            raise PlacementError(f"pool {self.name!r} was shut down while its places were waited for")
+            raise PlacementError(f"pool {self.name!r} was shut down while a worker group waited for its places")
 
     def _wait(self, groups: Sequence[Any], deadline: float, timeout: float, given_back: int) -> None:
         """Wait until the groups, except None, are placed."""
@@ -202,7 +203,7 @@ class PlacementGroups:
                 self._check_held(given_back)
                 if state == "REMOVED":
                     raise PlacementError(
-                        f"what pool {self.name!r} had reserved was removed, and not by this pool; use a new one"
+                        f"a placement group of pool {self.name!r} was removed, but not by the pool; create a new pool"
                     )
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
@@ -310,8 +311,9 @@ class Lease:
                 most = min(groups.max_colocate for groups, _ in full)
                 some = "" if len(full) == len(self._bundles) else f" on {len(full)} of its {len(self._bundles)} places"
                 raise PlacementError(
-                    f"pool {self._pool.name!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut "
-                    f"one down, colocate them in one process, or raise max_colocate to place {self.group!r} as well"
+                    f"pool {self._pool.name!r} can hold {most} group(s) at once, but already has {', '.join(names)}"
+                    f"{some}; to place {self.group!r} as well, shut a group down, colocate groups in the same "
+                    "processes, or raise max_colocate"
                 )
             for groups, index in free:
                 groups._leases[index][self] = None
@@ -352,7 +354,7 @@ class Room:
     def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
         """Take resources for a role's processes on one node, if it is large enough, else on as few nodes as possible.
 
-        If the free resources do not suffice, it takes from all resources, and the run later waits until these are free.
+        If the free resources do not suffice, resources in use are taken as well, and the run later waits for them.
 
         Args:
             gpus_each: GPUs of each process, all on one node.
@@ -377,7 +379,7 @@ class Room:
             if (most := sum(rooms.values())) >= processes:
                 return self._take(rooms, processes, asked)
         raise PlacementError(
-            f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each, together on a node: "
+            f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each on a single node: "
             f"beside the other roles of the run there is room for {most}. {describe_cluster()}"
         )
 
@@ -398,7 +400,7 @@ def count_gpus() -> int:
 
 
 def cores_per_gpu() -> int:
-    """Return the number of cores per GPU on the node where it is smallest, at least 1."""
+    """Return the number of cores per GPU of the node with the fewest cores per GPU, but at least 1."""
     from enginehouse.controller.cluster import count_cores, is_owned
 
     shares = []
@@ -431,7 +433,7 @@ def describe_cluster() -> str:
         texts.append(f"{node['NodeManagerAddress']}: {_amounts(resources)}")
         if node["NodeID"] in free:
             free_here = free[node["NodeID"]]
-            texts[-1] += f", of it free {_amounts({name: free_here.get(name, 0.0) for name in resources})}"
+            texts[-1] += f", of which free: {_amounts({name: free_here.get(name, 0.0) for name in resources})}"
     total = _amounts(ray.available_resources())
     return f"The cluster has {len(nodes)} node(s) ({'; '.join(texts)}), free now: {total}."
 

@@ -11,14 +11,14 @@ def enginehouse_register_dispatch_modes(register):
     register(
         DispatchMode(
             name="one_to_all",
-            summary="The same arguments to every rank; a list of results, one a rank",
+            summary="The same arguments to every rank; a list of results, one per rank",
             dispatch=f"{dispatch}:one_to_all",
         )
     )
     register(
         DispatchMode(
             name="all_to_all",
-            summary="Explicit scatter: each argument holds one entry a rank; a list of results, one a rank",
+            summary="Explicit scatter: each argument holds one entry per rank; a list of results, one per rank",
             dispatch=f"{dispatch}:all_to_all",
             awaits_futures=True,
         )
@@ -26,7 +26,7 @@ def enginehouse_register_dispatch_modes(register):
     register(
         DispatchMode(
             name="rank_zero",
-            summary="Rank 0 alone; its result",
+            summary="Only rank 0 is called; its result",
             dispatch=f"{dispatch}:rank_zero",
             collect="first",
         )
@@ -34,7 +34,7 @@ def enginehouse_register_dispatch_modes(register):
     register(
         DispatchMode(
             name="dp",
-            summary="Batches split over the data axis; results of the output ranks, in order, where they were made",
+            summary="Batches split over the data axis; results of the output ranks, in order, kept on the workers",
             dispatch=f"{dispatch}:dp",
             collect="distributed",
             returning=f"{dispatch}:output_ranks",

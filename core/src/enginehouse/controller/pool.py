@@ -14,8 +14,8 @@ _numbers = itertools.count()
 class ResourcePool:
     """Processes and their resources, reserved together at the first launch of a worker group on the pool.
 
-    `shutdown` frees the resources. So does the end of the last reference to the pool and to all pools merged or split
-    from it.
+    `shutdown` frees the resources. They are also freed once no reference is left to the pool and to all pools that were
+    merged or split from it.
 
     Args:
         processes_per_node: number of processes of each entry. The processes of an entry are on one node. Several
@@ -106,7 +106,7 @@ class ResourcePool:
             parts: number of equal parts, or the size of each part in processes.
 
         Raises:
-            ControllerError: the parts are not equal, or their sizes do not add up to the pool's.
+            ControllerError: the parts would not be equal, or their sizes do not add up to the size of the pool.
         """
         size = self.world_size
         if isinstance(parts, int):
@@ -120,7 +120,7 @@ class ResourcePool:
             sizes = list(parts)
             if sum(sizes) != size or min(sizes, default=0) < 1:
                 raise ControllerError(
-                    f"pool {self.name!r} has {size} processes, and parts of {sizes} are not that many; give positive "
+                    f"pool {self.name!r} of {size} processes cannot be split into parts of {sizes}; give positive "
                     f"sizes that add up to {size}"
                 )
         ends = list(itertools.accumulate(sizes))
@@ -136,9 +136,10 @@ class ResourcePool:
 
         Args:
             each: number of this pool's processes, on one node, per guest.
+            number: number of guests.
 
         Raises:
-            ControllerError: there are too few neighbours.
+            ControllerError: the pool has too few processes on one node for the guests.
         """
         blocks = [node[at : at + each] for node in self._nodes for at in range(0, len(node) - each + 1, each)]
         if len(blocks) < number or self._own is None:
@@ -163,7 +164,7 @@ class ResourcePool:
             ControllerError: the pool was shut down.
         """
         if not self._nodes:
-            raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
+            raise ControllerError(f"pool {self.name!r} was shut down; create a new pool for {group!r}")
         lease = Lease(self, group, self._bundles, self._guest_of)
         lease.begin()
         return lease
@@ -183,16 +184,17 @@ class ResourcePool:
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
     """Make a pool over the places of several pools, with the ranks of the first pool, then of the second, and so on.
 
-    It reserves nothing itself. Groups on it count on the merged pools, and their groups count on it. To place groups on
-    two pools and on their merged pool at once, make the two pools with `max_colocate=2`.
+    The merged pool reserves nothing itself. `max_colocate` of a pool also counts groups on the merged pool, and the
+    reverse. To place groups on two pools and on their merged pool at once, make the two pools with `max_colocate=2`.
 
     Raises:
         ControllerError: there are no pools, they overlap, or their processes do not get the same resources.
     """
     if not pools or not all(isinstance(pool, ResourcePool) for pool in pools):
         raise ControllerError(
-            "merge_resource_pools takes pools, one an argument, as merge_resource_pools(a, b); of a list: "
-            f"merge_resource_pools(*pools). It was given {', '.join(type(pool).__name__ for pool in pools) or 'none'}"
+            "merge_resource_pools needs one pool per argument: merge_resource_pools(a, b), or for a list "
+            "merge_resource_pools(*pools). It was given "
+            + (", ".join(type(pool).__name__ for pool in pools) or "no arguments")
         )
     first, *remaining = pools
     for pool in remaining:
@@ -200,7 +202,7 @@ def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
             if getattr(first, attribute) != getattr(pool, attribute):
                 raise ControllerError(
                     f"pools {first.name!r} and {pool.name!r} cannot be merged: {attribute} is "
-                    f"{getattr(first, attribute)} and {getattr(pool, attribute)}; make them alike"
+                    f"{getattr(first, attribute)} and {getattr(pool, attribute)}; both values must be equal"
                 )
     bundles = [bundle for pool in pools for bundle in pool._bundles]
     if len(set(bundles)) < len(bundles):
@@ -234,17 +236,18 @@ def _check_numbers(
     counts = processes_per_node if isinstance(processes_per_node, Sequence) else ()
     if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
         raise ControllerError(
-            f"processes_per_node needs one positive number a node, [4] or [4, 2], not {processes_per_node!r}"
+            "processes_per_node must have one positive number per node, such as [4] or [4, 2], not "
+            f"{processes_per_node!r}"
         )
     if max_colocate < 1 or gpus_per_process < 0 or cpus_per_process < 0 or not (gpus_per_process or cpus_per_process):
         raise ControllerError(
-            "a pool needs max_colocate of at least 1 and a positive number of CPUs or GPUs a process, not "
+            "a pool needs max_colocate of at least 1 and a positive number of CPUs or GPUs per process, not "
             f"{max_colocate=}, {cpus_per_process=}, {gpus_per_process=}"
         )
     gpus = gpus_per_process
     if gpus > 1 and (gpus % 1 or (max_colocate % gpus and gpus % max_colocate)):
         raise ControllerError(
-            f"each process would get {gpus / max_colocate:g} GPUs ({gpus_per_process=}, {max_colocate=}), and Ray "
-            "gives a part of one GPU or whole GPUs: choose at most one GPU, or a whole number that divides "
-            "max_colocate or is a multiple of it"
+            f"each process would get {gpus / max_colocate:g} GPUs ({gpus_per_process=}, {max_colocate=}), but Ray "
+            "assigns a part of one GPU, or whole GPUs: set gpus_per_process to at most 1, or to a whole number that "
+            "divides max_colocate or is a multiple of it"
         )

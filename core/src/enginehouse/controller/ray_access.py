@@ -1,4 +1,4 @@
-"""Guards calls to Ray: rejects them once Ray shuts down, and gives a time limit to calls that end something.
+"""Guards calls to Ray: rejects them once Ray shuts down, and limits the time of calls that stop or free something.
 
 Ray's C++ code ends a program that calls it after its shutdown, or a minute after its control service (GCS) has died.
 """
@@ -18,9 +18,9 @@ from enginehouse.controller.errors import ClusterLost
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 5.0
-"""Time limit of a call that ends something."""
+"""Time limit in seconds of a call that stops processes or frees resources."""
 LEAVING_SECONDS = 3.0
-"""Time that threads have to leave Ray before its shutdown. They check every `LOOK_SECONDS`."""
+"""Time in seconds for threads to return from calls to Ray before its shutdown. They check every `LOOK_SECONDS`."""
 LOOK_SECONDS = 1.0
 """Interval at which a thread that waits for Ray checks that Ray still runs."""
 
@@ -44,7 +44,7 @@ class RayAccess:
 
     @property
     def stuck(self) -> bool:
-        """True while Ray has not answered a call that should end something. `end` then tries no other call."""
+        """True while a call that `end` made has not returned. `end` then makes no further calls."""
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
@@ -65,15 +65,15 @@ class RayAccess:
                 log.debug("%d threads are still inside Ray", self._inside)
 
     def check(self) -> None:
-        """Check that Ray may still be called. A caller that waits inside does so every `LOOK_SECONDS`. Raises
-        `ClusterLost` if Ray is being shut down, or its control service is dead."""
+        """Check that Ray may still be called. A thread that waits inside the context must call this every
+        `LOOK_SECONDS`. Raises `ClusterLost` if Ray is being shut down, or its control service is dead."""
         if self._closed:
-            raise ClusterLost("Ray was shut down, or is being so")
+            raise ClusterLost("Ray was shut down, or is being shut down")
         self.look()
 
     def look(self) -> None:
-        """Check that Ray still runs. A thread that waits outside does so every `LOOK_SECONDS`. Raises `ClusterLost` if
-        Ray's control service is dead."""
+        """Check that Ray still runs. A thread that waits outside the context must call this every `LOOK_SECONDS`.
+        Raises `ClusterLost` if Ray's control service is dead."""
         control = self._control
         if control is None or time.monotonic() < self._next_look:
             return
@@ -83,7 +83,7 @@ class RayAccess:
             self.lost = True
             raise ClusterLost(
                 f"Ray's control service (gcs_server, pid {control.pid}) ended: was it killed, or out of memory? "
-                "Without it Ray ends every program on the cluster within a minute, so this one ends now"
+                "Without it Ray ends every program on the cluster within a minute, so this program ends now"
             )
 
     def __enter__(self) -> None:
@@ -102,7 +102,12 @@ class RayAccess:
                 self._left.notify_all()
 
     def end(self, what: str, call: Callable[[], object], seconds: float = ENDING_SECONDS) -> bool:
-        """Make a call that ends something. Return False if the call did not return in time, or was not tried."""
+        """Make a call that stops processes or frees resources. Return False if the call did not return within
+        `seconds`, or was not made because an earlier call is stuck.
+
+        Args:
+            what: words for the call in the log line `Ray did not {what} within ...`.
+        """
         if self.stuck:
             return False
         errors: list[Exception] = []

@@ -1,6 +1,6 @@
 """Sends Ray's notices about dead workers to the log instead of the console.
 
-This module alone changes Ray's internals. `ray.init(log_to_driver=False)` does not stop
+Only this module changes Ray's internals. `ray.init(log_to_driver=False)` does not stop
 `ray._private.worker.listen_error_messages` from printing "(raylet) A worker died or was killed ..." to stdout, beside
 the controller's error with role, rank and method. Remove this module once Ray obeys that flag there.
 """

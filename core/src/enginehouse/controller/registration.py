@@ -33,7 +33,7 @@ class Execute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """The arguments of `@register`, which describes them."""
+    """The arguments of `@register`. See `register` for their meaning."""
 
     dispatch: str | Mapping[str, Callable[..., Any]] = "one_to_all"
     collect: str | Callable[..., Any] | None = None
@@ -73,41 +73,44 @@ def register(
             - `"all_to_all"`: each argument is a list (or `PerRank`) with one entry per rank; `Same(value)` goes to all.
             - `"dp"`: batches are split over the data axis of the workers' meshes. All ranks of a model-parallel replica
               get the same shard. Other arguments go to every rank. Only output ranks return results. Never write into a
-              column of the batch in place, because every reader would see it and torch has no read-only tensors;
-              `batch.clone()` first.
+              column of the batch in place: torch has no read-only tensors, and every reader would see the change. Write
+              into `batch.clone()` instead.
             - `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns one `(args, kwargs)` per rank,
               or None for a rank that is not called. `g(group, outputs)` gets one output per rank, or None.
             - any other name: a dispatch mode of a plugin, which the controller looks up at the first call.
         collect: rule that combines results: `"list"`, `"first"`, `"concat"` (batches, lists, arrays; None if all are
             None), `"distributed"` (batches stay on the workers and make a `DistributedBatch`; other results as
-            `"concat"`), `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, and of plain floats the
-            last rank's is kept, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all`
-            return a list, `dp` uses `"distributed"`, and `rank_zero` returns the result of rank 0.
+            `"concat"`), `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up; of plain floats only the
+            value of the last rank is kept, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and
+            `all_to_all` return a list, `dp` uses `"distributed"`, and `rank_zero` returns the result of rank 0.
         execute: `"rank_zero"` calls only rank 0, with the arguments that the dispatch gives it.
         blocking: False returns a `Future`.
-        timeout: deadline in seconds; None uses the group's.
-        urgent: True for an async method that must run even if many others wait, because these do not block its lane.
+        timeout: deadline in seconds; None: the default of the group.
+        urgent: True for an async method that must run even if many other async calls wait. Urgent calls have a separate
+            lane.
     """
     if inspect.isfunction(dispatch):
         return register()(dispatch)
     if isinstance(dispatch, Mapping):
         if set(dispatch) != {"dispatch_fn", "collect_fn"}:
             raise ValueError(
-                f"a dispatch mode in place has the keys 'dispatch_fn' and 'collect_fn', not {list(dispatch)}"
+                f"a dispatch mode as a dict must have the keys 'dispatch_fn' and 'collect_fn', not {list(dispatch)}"
             )
     elif not isinstance(dispatch, str):
-        raise TypeError(f"dispatch is the name of a mode or a dict of two functions, not {type(dispatch).__name__}")
+        raise TypeError(
+            f"dispatch must be the name of a mode or a dict of two functions, not {type(dispatch).__name__}"
+        )
     if not (collect is None or callable(collect) or collect in COLLECT_RULES):
-        raise ValueError(f"collect is one of {', '.join(COLLECT_RULES)}, or a function, not {collect!r}")
+        raise ValueError(f"collect must be one of {', '.join(COLLECT_RULES)}, or a function, not {collect!r}")
     if isinstance(dispatch, str):
         dispatch = str(dispatch.value if isinstance(dispatch, Enum) else dispatch)
     if dispatch == "dp" and Execute(execute) is Execute.RANK_ZERO:
-        raise ValueError("dispatch='dp' with execute='rank_zero' would lose all rows but those of rank 0's shard")
+        raise ValueError("dispatch='dp' with execute='rank_zero' would lose all rows except the shard of rank 0")
     spec = CallSpec(dispatch, collect, Execute(execute).value, blocking, timeout, urgent)
 
     def mark(function: F) -> F:
         if urgent and not inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function.__qualname__} cannot be urgent: it is not async, and sync methods take turns")
+            raise TypeError(f"{function.__qualname__} cannot be urgent, because it is not async")
         setattr(function, MARK, spec)
         return function
 

@@ -13,10 +13,11 @@ from enginehouse.data import Batch
 
 
 class ShardRows:
-    """Some rows of some shards. Immutable.
+    """A selection of rows from several shards. Immutable.
 
     Args:
-        numbers: row numbers over all shards, concatenated, int64.
+        numbers: numbers of the selected rows, int64. Rows are numbered over all shards, as if the shards were
+            concatenated.
     """
 
     __slots__ = ("numbers", "shards", "starts")
@@ -42,7 +43,7 @@ class ShardRows:
 
     @staticmethod
     def concat(parts: Sequence[ShardRows]) -> ShardRows:
-        """Return all rows of all parts, in order. A shard of several parts is read once."""
+        """Return all rows of all parts, in order. A shard that occurs in several parts is read once."""
         shards = list({id(shard): shard for part in parts for shard in part.shards}.values())
         starts = dict(zip(map(id, shards), _starts(shards)))
         numbers = []
@@ -52,7 +53,8 @@ class ShardRows:
         return ShardRows(shards, np.concatenate(numbers))
 
     def pieces(self, stored: Sequence[str]) -> tuple[tuple[Piece, ...], np.ndarray | None]:
-        """Return the pieces to read, shard by shard, and the order of their rows; None if they are in order.
+        """Return the pieces to read, shard by shard, and the order of their rows. The order is None if the rows of the
+        pieces already have the order of this selection.
 
         Args:
             stored: columns that are read from the shards.
@@ -77,7 +79,7 @@ def join_shards(shards: Sequence[Shard], where: str) -> ShardRows:
     for shard in shards:
         if shard.facts.kinds.keys() != set(names):
             raise DispatchError(
-                f"{where}: shards with different columns: {shards[0].origin} has {', '.join(names)}; "
+                f"{where}: the shards have different columns: {shards[0].origin} has {', '.join(names)}; "
                 f"{shard.origin} has {', '.join(shard.facts.kinds)}"
             )
     filled = [shard for shard in shards if shard.facts.rows] or shards[:1]
@@ -96,7 +98,7 @@ def _starts(shards: Sequence[Shard]) -> np.ndarray:
 
 
 def _make_piece(shard: Shard, rows: np.ndarray, stored: Sequence[str]) -> Piece:
-    """Describe some rows of a shard in the shortest form."""
+    """Describe some rows of a shard in the most compact form."""
     if isinstance(shard.place, Batch):  # else all its rows and columns would travel
         return Piece(shard.place.select(stored).take(rows), shard.origin, None)
     if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():

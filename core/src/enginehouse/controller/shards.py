@@ -1,4 +1,4 @@
-"""Batches that stay on a worker. The controller gets only the facts that it needs to plan."""
+"""Batches that stay on a worker. The controller gets only the metadata that it needs for planning."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardFacts:
-    """Facts of a shard that are known without reading it.
+    """Metadata of a shard, which the controller has without reading the shard.
 
     Attributes:
-        kinds: kind, dtype and shape of each column, in words.
-        forms: the part of the kinds in which shards must agree.
-        numbers: the columns of one number per row.
+        kinds: kind, dtype and shape of each column, as text.
+        forms: the part of each kind that must be equal in all shards of a batch.
+        numbers: the columns with one number per row.
         lengths: row lengths of each ragged column, int64 `(rows,)`.
     """
 
@@ -31,7 +31,7 @@ class ShardFacts:
 
     @classmethod
     def of(cls, batch: Batch) -> ShardFacts:
-        """Collect the facts of a batch in the process that made it."""
+        """Collect the metadata of a batch in the process that made the batch."""
         from torch import Tensor
 
         from enginehouse.data import Ragged
@@ -69,8 +69,11 @@ class Shard:
 
 
 def keep_back(result: Any) -> tuple[Any, Batch | None]:
-    """Split a result into the part that the controller gets and the batch that stays. A batch stays, as the result or
-    as the last item of a tuple, and its facts replace it. Any other result is returned whole."""
+    """Split a result into the part that the controller gets and the batch that stays on the worker.
+
+    A batch stays if it is the result, or the last item of a tuple. Its `ShardFacts` take its place in the first part.
+    Any other result is returned unchanged, with None as the second part.
+    """
     batch = get_last(result)
     module = sys.modules.get("enginehouse.data.batch")
     if module is None or not isinstance(batch, module.Batch):  # no batch exists if the module was never imported

@@ -1,4 +1,5 @@
-"""Restarts processes that may die separately. After too many restarts without work, a process is left out."""
+"""Restarts processes, each of which may die without the others. A process that does no work between several restarts is
+left out."""
 
 from __future__ import annotations
 
@@ -18,17 +19,18 @@ from enginehouse.errors import first_line
 log = logging.getLogger(__name__)
 
 State = Literal["serving", "returned", "lost", "out"]
-"""The process serves; has returned from a restart and waits for something, such as weights; is lost; or stays out."""
+"""State of a process, in this order: it serves; it was restarted and waits for something, such as weights; it is lost,
+and may be restarting; it is left out for good."""
 RESTARTS = 3
 """Maximum number of restarts of a process without work in between."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_END_SECONDS = 3.0
-"""Time that a running restart has at the shutdown before the pool is shut down."""
+"""Time in seconds that a shutdown waits for a running restart before it shuts the pool down."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One of several processes, through all its restarts.
+    """One of several supervised processes. The seat stays the same when its process is restarted.
 
     Attributes:
         incarnation: number of the current process, from 0.
@@ -65,10 +67,10 @@ class Supervisor(Generic[S]):
     """Restarts lost processes, each in a separate thread. Usable from any thread.
 
     Args:
-        restarts: maximum number of restarts of a process without work in between, after which it is out.
-        idle: the work that it has not done then, for messages.
-        begin: called once a process runs again. It sets the state, and returns text for the log line.
-        changed: called once a process is back, or out.
+        restarts: maximum number of restarts of a process without work in between. Then the process is left out.
+        idle: words for the missing work in the message "was started again 3 times without ... in between".
+        begin: function that is called once a process runs again. It sets the state, and returns text for the log line.
+        changed: function that is called once a process is back, or is left out.
 
     Attributes:
         lock: lock that is held while a seat is changed.
@@ -90,7 +92,7 @@ class Supervisor(Generic[S]):
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
         """Mark a process as lost because of `death`, and restart it in the background. The log shows `shown` instead of
-        `death`, if it is not empty. Returns False if the loss was known, or at the shutdown."""
+        `death`, if it is not empty. Returns False, and does nothing, if the loss was known or a shutdown has begun."""
         with self.lock:
             if seat.incarnation != member.incarnation or self.closing.is_set():
                 return False
@@ -129,7 +131,7 @@ class Supervisor(Generic[S]):
             return
 
     def vain_restarts(self, seat: S) -> str:
-        """Describe the restarts of a process that is out."""
+        """Describe the restarts of a process that is left out."""
         return f"was started again {seat.restarts} times without {self._idle} in between; at last: {seat.death}"
 
     def take_restarts(self) -> int:
@@ -142,8 +144,8 @@ class Supervisor(Generic[S]):
         """End all processes at the same time. A second call does nothing.
 
         Args:
-            timeout: seconds that each process has.
-            pool: pool to shut down, so that a running restart, which may still call Ray, fails.
+            timeout: seconds that each process has to end.
+            pool: pool to shut down. A restart that still runs then fails.
         """
         self.closing.set()
         with self.lock:

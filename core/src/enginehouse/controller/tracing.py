@@ -2,9 +2,9 @@
 
     remove = add_listener(lambda group, method, call, start_ns, end_ns: ...)
 
-`call` numbers this controller's calls, and times are `time.monotonic_ns()`. A call ends when its results are collected
-or its error is raised. A listener runs in the thread that collects, and must be quick. A listener that raises is
-removed.
+`call` is the number of the call on this controller, and times are `time.monotonic_ns()`. A call ends when its results
+are collected or its error is raised. A listener runs in the thread that collects the results, and must be quick. A
+listener that raises is removed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CallTrace:
             manager.observe("call_dispatched", group=group, method=method, call=self.call)
 
     def end(self) -> None:
-        """Record the end of the call, with results or an error. Only the first time counts."""
+        """Record the end of the call, with results or an error. Only the first call of this method has an effect."""
         if self._ended:
             return
         self._ended = True

@@ -11,10 +11,10 @@ from enginehouse.engines.model import ProcessContext
 class Worker:
     """Base of worker classes, for type checkers. Plain classes work as well.
 
-    A method named `shutdown` is called once when the group shuts down in order.
+    A method named `shutdown` is called once when the group is shut down.
 
     Attributes:
-        context: facts about this process, set before `__init__` runs.
+        context: description of this process, set before `__init__` runs.
         mesh: optional `enginehouse.engines.mesh.Mesh`, by which `dp` calls are split. Set it in `__init__`, or set it
             later and call the group's `refresh_meshes()`.
     """
@@ -33,7 +33,7 @@ class WorkerSpec:
         metadata = getattr(cls, "__ray_metadata__", None)
         self.cls: type = metadata.modified_class if metadata is not None else cls
         if not isinstance(self.cls, type):
-            raise TypeError(f"a WorkerSpec is made from a class, not from {cls!r}")
+            raise TypeError(f"a WorkerSpec must be made from a class, not from {cls!r}")
         self.args = args
         self.kwargs = kwargs
         self.env: dict[str, str] = {}
@@ -57,9 +57,10 @@ class WorkerSpec:
             env: environment variables, set before the interpreter starts. With them Ray starts the process cold and
                 writes the variables to its log.
             variables: environment variables, set before the import of torch.
-            distributed: False leaves out the rendezvous for `torch.distributed`, which imports torch on rank 0.
-            python: path of the interpreter of another Python environment, which has the same Ray and core.
-            reads: directories of models that the worker reads. Its node must have each that this process has.
+            distributed: False omits the rendezvous for `torch.distributed`, which imports torch.
+            python: path of the interpreter of another Python environment, which must have the same Ray and core.
+            reads: directories of models that the worker reads. The worker's node must have each of these directories
+                that exists in this process.
         """
         copy = WorkerSpec(self.cls, *self.args, **self.kwargs)
         copy.env = dict(self.env) if env is None else {name: str(value) for name, value in env.items()}

@@ -1,8 +1,8 @@
-"""Assignment of rows to parts with about the same number of tokens each. Rows are only numbers here.
+"""Assignment of rows to parts that hold about the same number of tokens. This module knows only row numbers.
 
 The algorithm is the largest differencing method of N. Karmarkar and R. M. Karp, "The differencing method of set
-partitioning" (Report UCB/CSD 82/113, University of California, Berkeley, 1982), for any number of parts. With equal
-numbers of rows instead, all ranks would wait for the rank with one long response.
+partitioning" (Report UCB/CSD 82/113, University of California, Berkeley, 1982), for any number of parts. If each rank
+got the same number of rows instead, all ranks would wait for the rank with the longest responses.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 
 Entry = tuple[int, int]
-"""Load and number of a bag, a set of rows that go to the same part."""
+"""Load and number of a bag. A bag is a set of rows that go to the same part."""
 
 
 def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]:
     """Assign rows to parts so that the sums of their lengths are nearly equal.
 
-    The method is largest differencing, or the greedy assignment (longest row first, to the emptiest part) if its
-    fullest part is smaller. The fullest part therefore holds at most `4/3 - 1/(3 parts)` of the optimum (Graham 1969),
-    and usually equals it to a token. The same lengths always give the same plan.
+    Two methods are tried: largest differencing, and greedy assignment (longest row first, to the emptiest part). The
+    result with the smaller fullest part is returned. Its load is therefore at most `4/3 - 1/(3 parts)` times the
+    optimum (Graham 1969), and usually equals the optimum. The same lengths always give the same plan.
 
     Args:
         lengths: length of each row in tokens, or another cost that adds up. A list, a 1-D array, or a 1-D integer
@@ -30,8 +30,8 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
     Returns:
         Row numbers of each part, int64, ascending. Each row is in exactly one part. The sums of two parts differ by at
         most the longest row. Parts are ordered by their first rows. With fewer rows than parts, the last parts are
-        empty; otherwise no part is. Rows of equal length are assigned in consecutive runs, which a `Batch` cuts without
-        a copy.
+        empty; otherwise no part is empty. If all rows have equal length, each part gets consecutive rows, which a
+        `Batch` slices without a copy.
 
     Raises:
         ValueError: if `parts` is not positive, a length is negative, or `lengths` are not one-dimensional integers.
@@ -40,7 +40,7 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
     [[0, 2, 4], [1, 3, 5]]
     """
     if parts < 1:
-        raise ValueError(f"rows cannot be dealt to {parts} parts")
+        raise ValueError(f"rows cannot be distributed to {parts} parts: the number of parts must be positive")
     costs = _as_costs(lengths)
     if not len(costs) or (costs == costs[0]).all():
         return np.array_split(np.arange(len(costs), dtype=np.int64), parts)
@@ -58,8 +58,9 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
 def _assign_by_differences(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
     """Return the load of the fullest part and the rows of each part, by largest differencing.
 
-    A partial assignment is a list of non-empty entries, with the least load first. The two partial assignments with the
-    largest spread are merged, fullest part with emptiest, until one is left.
+    A partial assignment is a list of the entries that are not empty, sorted by load. Each step merges the two partial
+    assignments with the largest spread: it joins the fullest part of each with the emptiest part of the other. The last
+    remaining partial assignment is the result.
     """
     bags = [[row] for row in range(len(loads))]
     partials: list[tuple[int, int, list[Entry]]] = [(-load, row, [(load, row)]) for row, load in enumerate(loads)]
@@ -99,7 +100,7 @@ def _as_costs(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     if not costs.size and costs.ndim == 1:
         return costs.astype(np.int64)  # numpy makes an empty list an array of floats
     if costs.ndim != 1 or costs.dtype.kind not in "iu":
-        raise ValueError(f"lengths are one whole number a row, not {costs.dtype} of shape {costs.shape}")
+        raise ValueError(f"lengths must be one-dimensional integers, not {costs.dtype} of shape {costs.shape}")
     if (costs < 0).any():
         row = int(np.argmax(costs < 0))
         raise ValueError(f"the length of row {row} is negative: {costs[row]}")

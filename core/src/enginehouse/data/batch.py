@@ -1,4 +1,4 @@
-"""`Batch`: the data that roles exchange. It has named columns with the same rows, is immutable, and cheap to split."""
+"""`Batch`: the data that roles exchange. A batch has named columns, is immutable, and is cheap to split."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class Batch:
         return self._of_kind(name, tuple, "object")
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row by column name. Tensors are views."""
+        """Return the values of one row by column name. Tensors are views of the batch."""
         if not -self._rows <= index < self._rows:
-            raise IndexError(f"row {index} of a batch with {self._rows} rows")
+            raise IndexError(f"row {index} is out of range: the batch has {self._rows} rows")
         return {name: column[index] for name, column in self._columns.items()}
 
     def lengths(self, column: str) -> Tensor:
@@ -130,7 +130,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors. Offsets that columns share count once; Python objects do not count."""
+        """Total size of all tensors in bytes. Offsets that columns share count once; Python objects do not count."""
         offsets = {
             id(column.offsets): column.offsets for column in self._columns.values() if isinstance(column, Ragged)
         }
@@ -138,7 +138,10 @@ class Batch:
         return sum(tensor.nbytes for tensor in (*offsets.values(), *values) if isinstance(tensor, Tensor))
 
     def equal(self, other: Batch) -> bool:
-        """Return True if names, kinds, dtypes, row lengths and values are equal, in any order. NaN equals NaN."""
+        """Return True if both batches have the same column names, kinds, dtypes, row lengths and values.
+
+        The order of the columns does not matter. NaN equals NaN.
+        """
         return (
             self._rows == other._rows
             and self._columns.keys() == other._columns.keys()
@@ -151,11 +154,11 @@ class Batch:
         return "\n".join([title, *(f"  {name:{width}}  {describe_column(c)}" for name, c in self._columns.items())])
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Return only these columns, in this order."""
+        """Return a batch with only the columns `names`, in this order."""
         return Batch._make({name: self[name] for name in as_names(names)}, self._rows)
 
     def drop(self, names: Iterable[str]) -> Batch:
-        """Return all columns except these."""
+        """Return a batch with all columns except `names`."""
         dropped = set(as_names(names))
         for name in dropped:
             self[name]  # an unknown name is an error
@@ -173,7 +176,7 @@ class Batch:
             return Batch._make(share_offsets(merged), common_rows(merged))
         for name, column in added.items():
             if len(column) != self._rows:
-                raise BatchError(f"column {name!r} has {len(column)} rows, the batch has {self._rows}")
+                raise BatchError(f"column {name!r} has {len(column)} rows, but the batch has {self._rows}")
         return Batch._make(share_offsets(merged), self._rows)
 
     def rename(self, names: Mapping[str, str]) -> Batch:
@@ -186,11 +189,13 @@ class Batch:
             self[name]
         renamed = {names.get(name, name): column for name, column in self._columns.items()}
         if len(renamed) != len(self._columns):
-            raise BatchError(f"renaming {dict(names)} gives two columns of {', '.join(self._columns)} the same name")
+            raise BatchError(
+                f"renaming {dict(names)} gives two columns the same name. Columns: {', '.join(self._columns)}"
+            )
         return Batch._make(renamed, self._rows)
 
     def slice(self, start: int, stop: int | None = None) -> Batch:
-        """Return rows `start` to `stop`, with Python's rules for negative and large numbers. A view."""
+        """Return a view of rows `start` to `stop`. Negative and large numbers follow the rules of Python slices."""
         start, stop, _ = slice(start, stop).indices(self._rows)
         stop = max(start, stop)
         if stop - start == self._rows:
@@ -199,12 +204,13 @@ class Batch:
         return self._select_rows(stop - start, plan, lambda column: column[start:stop])
 
     def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> Batch:
-        """Return the rows at these indices in this order, repeats allowed, or those where a bool mask is True.
+        """Return the rows at the given indices, or the rows where a bool mask is True.
 
-        Consecutive rows give a view, others a copy.
+        Rows have the order of the indices, which may repeat. The result is a view if the rows are consecutive, else a
+        copy.
 
         Raises:
-            IndexError: if an index lies outside the batch.
+            IndexError: if an index is outside the batch.
             BatchError: if the indices are not one-dimensional integers, or the mask has another length.
         """
         index = row_index(rows, self._rows)
@@ -222,8 +228,8 @@ class Batch:
         """Split into consecutive batches, which are views.
 
         Args:
-            parts: size of each part, or a number of parts, whose sizes then differ by at most one. The first parts are
-                the larger ones. Some parts are empty if there are fewer rows than parts.
+            parts: size of each part, or the number of parts. In the second case, sizes differ by at most one, and the
+                first parts are the larger ones. If there are fewer rows than parts, the last parts are empty.
 
         Raises:
             BatchError: if the number of parts is not positive, or the sizes do not add up to the number of rows.
@@ -236,10 +242,10 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """Return all rows of all batches in order. The columns must have equal names, kinds, dtypes and shapes.
 
-        Batches without rows need only equal names, because their kinds may be unknown.
+        A batch without rows needs only equal names, because the kinds of its columns may be unknown.
 
         Raises:
-            BatchError: if a column differs, whose name the message has, or if there is no batch.
+            BatchError: if a column differs between batches (the message names it), or if `batches` is empty.
         """
         batches = list(batches)
         if not batches:
@@ -263,7 +269,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def clone(self) -> Batch:
-        """Copy all tensors. The copy does not keep the object store or a larger batch alive."""
+        """Copy all tensors. The copy does not keep memory of the object store or of a larger batch in use."""
         return self._map(torch.clone, memoize(torch.clone))
 
     def __copy__(self) -> Batch:
@@ -293,7 +299,7 @@ class Batch:
     def _map(
         self, change: Callable[[Tensor], Tensor], change_offsets: Callable[[Tensor], Tensor] | None = None
     ) -> Batch:
-        """Change all tensors, but offsets only by `change_offsets`."""
+        """Apply `change` to all tensors except offsets, and `change_offsets`, if given, to offsets."""
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):
@@ -311,7 +317,7 @@ class Batch:
 
     def _unknown(self, name: object) -> UnknownColumnError:
         if not isinstance(name, str):
-            return UnknownColumnError(f"a batch is indexed by column name, not {name!r}; see row, slice and take")
+            return UnknownColumnError(f"a batch must be indexed by column name, not {name!r}; see row, slice and take")
         return UnknownColumnError(f"the batch has no column {name!r}. {nearest(name, self._columns)}")
 
 

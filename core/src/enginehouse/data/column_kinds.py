@@ -32,7 +32,7 @@ def as_column(name: str, value: Any) -> Column:
         return value
     if isinstance(value, Tensor):
         if not value.ndim:
-            raise BatchError(f"column {name!r} is a single number; a dense column has the shape (rows, ...)")
+            raise BatchError(f"column {name!r} is a single number, but a dense column must have the shape (rows, ...)")
         wire.check_dtype(value, f"column {name!r}")
         return value
     if isinstance(value, (list, tuple)):
@@ -42,9 +42,7 @@ def as_column(name: str, value: Any) -> Column:
                 "torch.stack(...) for equal shapes"
             )
         return tuple(value)
-    raise TypeError(
-        f"column {name!r} is a {type(value).__name__}; a column is a tensor, a numpy array, a Ragged or a list"
-    )
+    raise TypeError(f"column {name!r} must be a tensor, a numpy array, a Ragged or a list, not {type(value).__name__}")
 
 
 def common_rows(columns: Mapping[str, Any]) -> int:
@@ -96,19 +94,20 @@ def check_same_names(batches: Sequence[Mapping[str, Any]]) -> None:
 
 
 def as_names(names: Iterable[str]) -> list[str]:
-    """Return column names as a list. Reject a single string, which would count as its letters."""
+    """Return column names as a list. Reject a single string, which Python would iterate letter by letter."""
     if isinstance(names, str):
         raise TypeError(f"expected a list of column names, got the string {names!r}")
     return list(names)
 
 
 def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarray:
-    """Return row indices or a mask as int64 in `range(count)`."""
+    """Return the indices of the rows that `rows`, indices or a mask, selects from `count` rows. They are int64 and not
+    negative."""
     index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
     if index.ndim == 1 and not index.size and index.dtype.kind == "f":
         index = index.astype(np.int64)  # numpy and torch make an empty list an array of floats
     if index.ndim != 1 or index.dtype.kind not in "iub":
-        raise BatchError(f"rows are taken by a list of integers or a mask, not {index.dtype} of shape {index.shape}")
+        raise BatchError(f"rows must be a list of integers or a mask, not {index.dtype} of shape {index.shape}")
     if index.dtype.kind == "b":
         if len(index) != count:
             raise BatchError(f"a mask of {len(index)} rows does not fit a batch of {count} rows")
@@ -116,12 +115,12 @@ def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarr
     index = index.astype(np.int64)
     outside = index[(index < -count) | (index >= count)]
     if len(outside):
-        raise IndexError(f"row {int(outside[0])} of a batch with {count} rows")
+        raise IndexError(f"row {int(outside[0])} is out of range: the batch has {count} rows")
     return np.where(index < 0, index + count, index)
 
 
 def memoize(plan: Callable[[Tensor], Plan]) -> Callable[[Tensor], Plan]:
-    """Return `plan(offsets)` computed once for all columns that share their offsets."""
+    """Return a function like `plan` that computes its result once for all columns that share an offsets tensor."""
     plans: dict[int, Plan] = {}
 
     def get(offsets: Tensor) -> Plan:

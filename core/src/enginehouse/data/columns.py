@@ -1,7 +1,7 @@
 """Every column of a step's batch: its content, its source and its readers.
 
-A batch may have further columns that an advantage or a stage of a plugin adds for a loss. This module imports no
-torch, because `plan` reads it.
+A batch may have further columns that an advantage or a stage of a plugin adds for a loss. This module does not import
+torch, because `enginehouse plan` imports this module.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ class Column(NamedTuple):
 
     Attributes:
         each: kind of an entry. `"token"`: a ragged column with the offsets of `input_ids`; `"row"`: a tensor with one
-            number per row; `"object"`: one Python object per row. Texts may travel as their bytes.
+            number per row; `"object"`: one Python object per row. A text may be stored as its bytes.
         dtype: type of the numbers or objects.
         added_by: source of the column. `"samples"` are the scored episodes of a step; others are stages of a step.
-        of_episode: value of an episode with several rows, in a column with one number per row: its last row's number,
-            or a reduction.
+        read_by: parts of a run that read the column. `"files"` are the sample files of the run directory.
+        of_episode: rule for the value of an episode with several rows, if the column has one number per row: the
+            number of the episode's last row, or the sum, minimum or maximum of its rows.
     """
 
     name: str
@@ -65,7 +66,7 @@ FOR_PEOPLE = tuple(column.name for column in COLUMNS if column.each == "object")
 """Columns of samples that only people read: objects and texts."""
 NOTES = tuple(name for name in FOR_PEOPLE if name not in TEXTS)
 FOR_ADVANTAGES = tuple(column.name for column in COLUMNS if "advantages" in column.read_by)
-"""Columns that an advantage may need. If it needs one, the run has the stage that adds it."""
+"""Columns that an advantage may need. If an advantage needs a column, the run includes the stage that adds it."""
 OF_SAMPLES = ("old_logprobs", "kl_penalty", *(column.name for column in COLUMNS if column.added_by == "samples"))
-"""Columns of samples that any stage may need. The rollout's logprobs replace missing logprobs of the actor, and the KL
-penalty is 0 without a KL term."""
+"""Columns that any stage may need, because they always have a value: the rollout's logprobs replace missing logprobs of
+the actor, and the KL penalty is 0 without a KL term."""

@@ -10,11 +10,11 @@ class BatchError(EnginehouseError, ValueError):
 
 
 class UnknownColumnError(BatchError, KeyError):
-    """The batch does not have a column. The message names the columns that it has."""
+    """The batch does not have a column. The message names the columns of the batch."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the message's repr
 
 
 class WireVersionError(EnginehouseError):
-    """A batch was written in another wire format than this process reads."""
+    """A batch was written in a wire format that this process does not read."""

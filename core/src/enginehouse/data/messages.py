@@ -20,7 +20,7 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Chat roles by ShareGPT's names of speakers."""
+"""Chat role of each speaker name of the ShareGPT format."""
 _LIST = re.compile(r"\s*\[")
 """The beginning of a JSON list."""
 
@@ -57,7 +57,7 @@ def _with_roles(value: Any) -> Any:
 
 
 def drop_none(value: Any) -> Any:
-    """Return a value without keys whose value is None, at any depth."""
+    """Return a copy of a value without those object keys whose value is None, at any depth."""
     if isinstance(value, dict):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     return [drop_none(item) for item in value] if isinstance(value, list) else value
@@ -80,22 +80,24 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             raise DataError(
-                f"a part of the content of a turn of the {message['role']} is {shorten(part)}, but models get "
-                'only text here: give parts of the form {"type": "text", "text": ...}'
+                f"the content of a message with role {message['role']!r} has the part {shorten(part)}, but only text "
+                'parts are supported: give parts of the form {"type": "text", "text": ...}'
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def check_content(message: Mapping[str, Any]) -> None:
-    """Raise a `DataError` for a message without content and tool calls, or with content that no template can render.
-    The content of a tool's message may be an object."""
+    """Raise a `DataError` for an empty message, or for content that no template can render.
+
+    A message without content needs tool calls or reasoning. The content of a tool's message may be an object.
+    """
     if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
         raise DataError(
-            f"the content of a turn of the {message['role']} is an object, expected a text or a list of parts: "
+            f"the content of a message with role {message['role']!r} must be a text or a list of parts, not an object: "
             f"{shorten(message['content'])}"
         )
     if not any(message.get(key) for key in ("tool_calls", "reasoning_content")) and "content" not in message:
-        raise DataError(f"a turn of the {message['role']} has no 'content': {shorten(message)}")
+        raise DataError(f"a message with role {message['role']!r} has no 'content': {shorten(message)}")
 
 
 def shorten(value: Any) -> str:

@@ -15,10 +15,11 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int, padded: bool = Tr
     Args:
         lengths: length of each row in tokens, as a list, or a 1-D integer tensor or array.
         max_tokens: maximum number of tokens of a micro-batch. A longer row gets its own micro-batch.
-        padded: True if a micro-batch costs rows times its longest row; False if it costs the sum of its rows.
+        padded: True: the cost of a micro-batch is its number of rows times the length of its longest row. False: it is
+            the sum of its row lengths.
 
     Returns:
-        Row numbers of each micro-batch. Each row is in exactly one. Without rows, there are no micro-batches.
+        Row numbers of each micro-batch. Each row is in exactly one micro-batch. Without rows, the list is empty.
 
     Raises:
         ValueError: if `max_tokens` is not positive, or a length is negative.
@@ -55,7 +56,7 @@ def _even(rows: int, most: int) -> list[list[int]]:
 
 
 def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group rows from long to short. A group costs the length of its first row for each row."""
+    """Group rows from long to short. The cost of a group is its number of rows times the length of its first row."""
     plan = [[rows[0]]]
     for row in rows[1:]:
         group = plan[-1]
@@ -67,7 +68,8 @@ def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _fill_packed(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each row, longest first, into the fullest group with room, which makes at most 11/9 of the fewest groups."""
+    """Put each row, longest first, into the fullest group that has room for it. The number of groups is at most about
+    11/9 of the minimum."""
     plan: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and group number, sorted
     for row in rows:

@@ -15,13 +15,14 @@ from enginehouse.data import row_copies, wire
 from enginehouse.data.errors import BatchError
 
 LONG_ROW_TOKENS = 512
-"""Mean length from which rows are copied as spans. That is faster than by token, and needs no index per token."""
+"""Mean length from which rows are copied as whole spans. For long rows, that is faster than copying by token, and it
+needs no index per token."""
 
 REDUCED_TOKENS = 2**20
-"""Approximate number of values that are reduced at a time."""
+"""Approximate number of values that `Ragged.reduced` processes at a time."""
 
 Selection = tuple[Callable[[Tensor], Tensor], Tensor]
-"""A selection of rows: a function that selects their values, and their own offsets."""
+"""A selection of rows: a function that returns their values from all values of a column, and their new offsets."""
 
 
 class Ragged:
@@ -32,8 +33,8 @@ class Ragged:
         offsets: int64 `(rows + 1,)`: row `i` is `values[offsets[i]:offsets[i + 1]]`. Always in host memory, so that
             slicing and planning do not wait for a device.
 
-    Immutable like its batch: operations return new columns that share memory if possible. Columns made by `like` share
-    one `offsets` tensor, also after any operation on their batch.
+    A column is immutable: operations return new columns that share memory if possible. A column and the columns that
+    its `like` returns share one `offsets` tensor, also after any operation on their batch.
 
     >>> column = Ragged.from_list([[5, 6, 7], [], [8]])
     >>> column[0]
@@ -75,7 +76,10 @@ class Ragged:
         falls = np.flatnonzero(array[1:] < array[:-1])
         if len(falls):
             row = int(falls[0])
-            raise BatchError(f"the offsets of a ragged column fall from {array[row]} to {array[row + 1]} at row {row}")
+            raise BatchError(
+                f"the offsets of a ragged column must not fall, but fall from {array[row]} to {array[row + 1]} "
+                f"at row {row}"
+            )
         self.values = values
         self.offsets = offsets
 
@@ -99,11 +103,11 @@ class Ragged:
 
         Args:
             rows: the rows. Tensors must agree in all axes but the first.
-            dtype: dtype of the values. Unset: the tensors' dtype; for lists bool, int64 or float32 by their content,
-                and int64 if they are empty.
+            dtype: dtype of the values. None: the dtype of the tensors; for lists bool, int64 or float32 by their
+                content, and int64 if all lists are empty.
 
         Raises:
-            BatchError: if the rows cannot be laid end to end.
+            BatchError: if the rows cannot be concatenated.
         """
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         try:
@@ -139,10 +143,10 @@ class Ragged:
         if isinstance(row, slice):
             start, stop, step = row.indices(rows)
             if step != 1:
-                raise BatchError(f"a ragged column is sliced in steps of 1, not {step}; use take")
+                raise BatchError(f"a slice of a ragged column must have step 1, not {step}; use take")
             return self.slice(start, max(start, stop))
         if not -rows <= row < rows:
-            raise IndexError(f"row {row} of a ragged column with {rows} rows")
+            raise IndexError(f"row {row} is out of range: the ragged column has {rows} rows")
         start, stop = self.offsets[row % rows : row % rows + 2].tolist()
         return self.values[start:stop]
 
@@ -172,19 +176,19 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and offsets."""
+        """Total size of values and offsets in bytes."""
         return self.values.nbytes + self.offsets.nbytes
 
     @property
     def row(self) -> Tensor:
-        """Row of each token, int64 `(tokens,)` on the values' device."""
+        """Row number of each token, int64 `(tokens,)` on the device of the values."""
         rows = np.repeat(np.arange(len(self)), np.diff(self.offsets.numpy()))
         return torch.from_numpy(rows).to(self.device)
 
     def reduced(self, how: np.ufunc, empty: int = 0) -> Tensor:
         """Return each row's values reduced by `how` (`np.add`, `np.maximum`), int64 `(rows,)` in host memory.
 
-        A row without values gives `empty`. Values other than int64 are copied a part at a time.
+        The result of a row without values is `empty`. Values other than int64 are converted in parts, to save memory.
         """
         offsets, values = self.offsets.numpy(), self.values.cpu().numpy()
         result = np.full(len(self), empty, dtype=np.int64)
@@ -196,7 +200,7 @@ class Ragged:
         return torch.from_numpy(result)
 
     def like(self, values: Tensor) -> Ragged:
-        """Return a column of the same row lengths that holds `values` `(tokens, ...)`.
+        """Return a column that holds `values` `(tokens, ...)` and has the row lengths of this column.
 
         Raises:
             BatchError: if there is not one value per token.
@@ -228,11 +232,11 @@ class Ragged:
         return Ragged._make(self.values.to(device, non_blocking=non_blocking), self.offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return rows `start` to `stop`, within bounds, as a view."""
+        """Return rows `start` to `stop` as a view. Both must be within bounds."""
         return self._select(plan_slice(self.offsets, start, stop))
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Return a copy of the rows at `rows`, int64 within bounds."""
+        """Return a copy of the rows with the numbers `rows`, which must be int64 and within bounds."""
         return self._select(plan_take(self.offsets, rows))
 
     def _select(self, selection: Selection) -> Ragged:
@@ -240,7 +244,7 @@ class Ragged:
         return Ragged._make(select(self.values), offsets)
 
     def equal(self, other: Ragged) -> bool:
-        """Return True if rows, dtype and values are equal. NaN equals NaN."""
+        """Return True if row lengths, dtype and values are equal. NaN equals NaN."""
         return self.aligned(other) and same_values(self.values, other.values)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

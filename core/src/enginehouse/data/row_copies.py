@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 HUGE_BYTES = 4 << 20
-"""Size from which numpy requests huge pages. A fresh 64 MiB result then takes 14 ms to fill instead of 35 ms."""
+"""Size in bytes from which results are allocated by numpy, which then requests huge pages. Filling a new result of
+64 MiB takes 14 ms with huge pages, and 35 ms without."""
 
 _SIGNED = {
     getattr(torch, f"uint{bits}"): getattr(torch, f"int{bits}")
@@ -20,7 +21,7 @@ _SIGNED = {
 
 
 def empty_like_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return uninitialised memory for `rows` rows like those of `tensor`."""
+    """Return an uninitialised tensor of `rows` rows, with the dtype, device and row shape of `tensor`."""
     shape = (rows, *tensor.shape[1:])
     size = math.prod(shape) * tensor.element_size()
     if size < HUGE_BYTES or not tensor.is_cpu:
@@ -29,7 +30,7 @@ def empty_like_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first axis. Dtypes, devices and other axes must be equal."""
+    """Concatenate tensors along the first axis. Their dtypes, devices and other axes must be equal."""
     if len(tensors) == 1:
         return tensors[0]
     first = tensors[0]
@@ -41,7 +42,7 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def gather(tensor: Tensor, index: np.ndarray) -> Tensor:
-    """Copy the rows at `index`, int64 within bounds."""
+    """Copy the rows with the numbers `index`, which must be int64 and within bounds."""
     rows = torch.from_numpy(index).to(tensor.device)
     signed = _SIGNED.get(tensor.dtype)  # torch's index_select lacks these
     if signed is not None:

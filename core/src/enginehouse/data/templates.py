@@ -1,4 +1,4 @@
-"""Renders chats in the form that a chat template takes, and finds the template's text around an answer."""
+"""Renders chats in the form that a chat template accepts, and finds the text that the template adds to an answer."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     **named: Any,
 ) -> str:
-    """Render a chat with a tokenizer's template, in the form that the template takes.
+    """Render a chat with a tokenizer's template, in the form that the template accepts.
 
-    A content may be a text or parts of text. Arguments of calls are objects, as in transformers. A template that
-    rejects objects gets OpenAI's form, their JSON text.
+    The content of a message may be a text or a list of text parts. The template gets the arguments of tool calls as
+    objects, as in transformers. A template that rejects objects gets them as JSON text, as in OpenAI's API.
 
     Args:
-        begin: True if the template shall begin an answer at the end.
+        begin: True: end the text with the beginning of an assistant's turn, which a model then continues.
         tools: JSON schemas of the tools.
         named: further arguments of the template, such as `enable_thinking`.
 
     Raises:
-        Exception: any error of the template.
+        Exception: any error that the template raises.
     """
     chat = [_in_parts(message) for message in messages] if _wants_parts(tokenizer) else list(messages)
     arguments = {**named, "tools": tools, "add_generation_prompt": begin}
@@ -62,7 +62,7 @@ def _change_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) 
 
 
 def _change_call(call: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a call with its arguments changed, wherever they are."""
+    """Return a tool call with changed arguments. They are in the call, or in its `function`."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -83,7 +83,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _write_turn(tokenizer: Any, content: Any) -> str:
-    """Return a user's turn as the template writes it; empty if the template rejects it."""
+    """Return a user's turn as the template renders it; an empty text if the template rejects the turn."""
     try:
         return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except Exception:  # templates raise what they like
@@ -92,7 +92,7 @@ def _write_turn(tokenizer: Any, content: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _forms(tokenizer: Any) -> tuple[str, str]:
-    """Return the template's output for a text, and for the same text in parts."""
+    """Return the template's output for a text, and for the same text as a list of parts."""
     return _write_turn(tokenizer, _TEXT), _write_turn(tokenizer, [{"type": "text", "text": _TEXT}])
 
 
@@ -103,7 +103,7 @@ def takes_parts(tokenizer: Any) -> bool:
 
 
 def _wants_parts(tokenizer: Any) -> bool:
-    """Return True if a template drops content that is plain text, as templates of vision models do."""
+    """Return True if a template omits plain text and renders only content parts, as templates of vision models do."""
     text, parts = _forms(tokenizer)
     return _TEXT in parts and _TEXT not in text
 
@@ -126,8 +126,8 @@ def writes_calls(tokenizer: Any) -> bool:
 def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the start of an answer that a chat template wrote at the end of a prompt, such as `<think>` and a newline.
 
-    The model's turn, which a reward judges, begins with this start. It is empty if there is none or it cannot be
-    determined.
+    The model's turn, which a reward judges, begins with this start. The result is empty if the template wrote no start,
+    or if the start cannot be determined.
     """
     head, request = _around_answers(tokenizer) if getattr(tokenizer, "chat_template", None) else ("", "")
     if not head.strip():
@@ -141,7 +141,8 @@ def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str,
 
 @functools.lru_cache(maxsize=8)
 def _around_answers(tokenizer: Any) -> tuple[str, str]:
-    """Return the template's text before an assistant's words, without thoughts, and its request for an answer."""
+    """Return two texts of the template: the text before an assistant's words, without a thinking block, and the text
+    that asks the model for an answer. Both are empty if the template fails."""
     try:  # in an earlier turn, because some templates write an empty thought into the last one
         question, chat = render_chat(tokenizer, [_QUESTION]), render_chat(tokenizer, [*_DIALOGUE, _QUESTION])
         request = render_chat(tokenizer, [_QUESTION], True)
@@ -152,7 +153,8 @@ def _around_answers(tokenizer: Any) -> tuple[str, str]:
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Return the special token that the chat template writes after an assistant's turn; None if there is none."""
+    """Return the id of the special token that the chat template writes after an assistant's turn; None if there is no
+    such token."""
     return _find_end(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
@@ -169,6 +171,6 @@ def _find_end(tokenizer: Any) -> int | None:
 
 
 def text_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a model's text: the end of a turn, and the tokenizer's end of sequence."""
+    """Return the ids of the tokens that end a model's text: the end of a turn, and the tokenizer's end of sequence."""
     ends = (turn_end(tokenizer), getattr(tokenizer, "eos_token_id", None))
     return tuple(dict.fromkeys(end for end in ends if end is not None))

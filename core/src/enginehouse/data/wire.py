@@ -1,8 +1,8 @@
 """Transfer of tensors between processes. The bytes of each tensor are a separate buffer of the pickle.
 
-With pickle protocol 5 and a buffer callback, as Ray uses them, neither side copies. The writer exports its memory, and
-the reader's tensors are views of the received buffers. Without a callback the bytes are inside the pickle. Tensors from
-the object store lie in its memory, which nobody may write to, so batches are immutable.
+With pickle protocol 5 and a buffer callback, as Ray uses them, neither process copies. The writer exports its memory,
+and the reader's tensors are views of the received buffers. Without a callback the bytes are inside the pickle. Tensors
+from Ray's object store are views of its memory, which nobody may write to. Batches are therefore immutable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _read_only_seen = False
 
 
 def write_tensor(tensor: Tensor, protocol: int) -> WireTensor:
-    """Return a tensor in a form that pickle can send. Copies only if it is not contiguous or not in host memory."""
+    """Return a tensor in a form that pickle can send. A tensor that is contiguous and in host memory is not copied."""
     name = _NAMES[tensor.dtype]
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
@@ -99,7 +99,7 @@ def view_array(array: np.ndarray) -> Tensor:
 
 
 def check_version(version: int) -> None:
-    """Raise a `WireVersionError` that names both versions, if a batch has another format."""
+    """Raise a `WireVersionError` if a batch with wire format `version` cannot be read in this process."""
     if version != WIRE_VERSION:
         raise WireVersionError(
             f"received a batch in wire format {version}, but this process reads wire format {WIRE_VERSION}: "
@@ -108,8 +108,9 @@ def check_version(version: int) -> None:
 
 
 def check_dtype(tensor: Tensor, what: str) -> None:
-    """Raise a `BatchError` that names `what`, dtype and layout, if a tensor cannot be sent to another process."""
+    """Raise a `BatchError` if a tensor cannot be sent to another process. `what` names the tensor in the message."""
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
         raise BatchError(
-            f"{what} is a {tensor.layout} tensor of {tensor.dtype}: a batch holds dense tensors of " + ", ".join(DTYPES)
+            f"{what} is a {tensor.layout} tensor of {tensor.dtype}, but must be a dense tensor of one of these dtypes: "
+            + ", ".join(DTYPES)
         )

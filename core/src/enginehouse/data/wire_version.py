@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 WIRE_VERSION = 1
-"""Version of the format in `enginehouse.data.wire`. Increase it with a change that an older reader would misread."""
+"""Version of the format in `enginehouse.data.wire`. Increase it with each change that an older reader would misread."""

@@ -19,7 +19,7 @@ TYPES: dict[Any, str] = {
     dict: "mapping",
     Any: "anything",
 }
-"""Names of types in YAML."""
+"""Names of Python types in the terms of YAML."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 REQUIRED = "(required)"
@@ -29,7 +29,7 @@ KL_ARGUMENTS = {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "a
 """Loss arguments that the KL term sets, and the config keys of their values."""
 
 UNREADABLE = (NameError, AttributeError, TypeError, ValueError, SyntaxError)
-"""Errors of evaluating an annotation."""
+"""Errors that the evaluation of an annotation may raise."""
 
 
 class Argument(NamedTuple):
@@ -135,7 +135,7 @@ def _read_descriptions(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, or none if they are unknown."""
+    """Return the parameters of a function by name; an empty mapping if they are unknown."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C
@@ -143,7 +143,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def parameters_by_name(parameters: Sequence[inspect.Parameter], positional: int) -> list[inspect.Parameter]:
-    """Return the parameters that remain for keyword arguments after `positional` others."""
+    """Return the parameters that are not yet filled when `positional` arguments are given by position."""
     by_name = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return by_name
@@ -153,7 +153,7 @@ def parameters_by_name(parameters: Sequence[inspect.Parameter], positional: int)
 
 
 def annotation_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return the evaluated annotation of a parameter; `Any` without one."""
+    """Return the evaluated annotation of a parameter; `Any` if it has no annotation."""
     if parameter.annotation is parameter.empty:
         return Any
     if not isinstance(parameter.annotation, str):

@@ -6,7 +6,8 @@ BUILTIN: tuple[str, ...] = (
     "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
 )
-"""Modules of core in order of registration. No other plugin may declare the names of their records."""
+"""Plugin modules of core in order of registration. No other plugin may declare a record with the name of one of
+theirs."""
 
 STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl", "enginehouse-transports")
 """Distributions of enginehouse that are built on core. If installed, their plugins count as core's own."""

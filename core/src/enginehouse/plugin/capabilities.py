@@ -26,7 +26,7 @@ __all__ = [
 
 # Training and rollout engines
 EXPERTS = "experts"
-"""Trains mixtures of experts, or serves them and updates their weights."""
+"""A training engine trains mixture-of-experts models. A rollout engine serves them and updates their weights."""
 LENT_WEIGHTS = "lent_weights"
 """Training: `WeightSource.iter_full` yields the live tensors, which stay in place. Rollout: the engine serves lent
 tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
@@ -35,7 +35,8 @@ tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
 OFFLOAD = "offload"
 """`offload` and `onload` move the state to host memory and back."""
 LORA = "lora"
-"""The option `lora` (`LoraOptions`) trains low-rank adapters only. `forward_base` and `export_adapter` work."""
+"""With the option `lora` (`LoraOptions`), the engine trains only low-rank adapters. `forward_base` and `export_adapter`
+work."""
 VALUE_HEAD = "value_head"
 """`ModelSpec.head == "value"` works."""
 RESHARD_CHECKPOINT = "reshard_checkpoint"

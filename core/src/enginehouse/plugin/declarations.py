@@ -37,11 +37,13 @@ def check_record(record: object, hook: str) -> records.Record:
         raise PluginError(f"{hook} takes {names}, not {record!r}")
     what = f"{record.kind} {record.name!r}"
     if not NAME.match(record.name):
-        raise PluginError(f"{what}: a name is lower-case letters, digits, '-', '_' and '.', beginning with a letter")
+        raise PluginError(
+            f"{what}: the name must consist of lower-case letters, digits, '-', '_' and '.', and begin with a letter"
+        )
     for field_name in record.references:
         reference = getattr(record, field_name)
         if not (isinstance(reference, str) and REFERENCE.match(reference)):
-            raise PluginError(f"{what}: {field_name} is {reference!r}, not of the form 'module:attribute'")
+            raise PluginError(f"{what}: {field_name} must be of the form 'module:attribute', not {reference!r}")
     if isinstance(record, records.Backend | records.Tracker | records.Function):
         _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
@@ -58,4 +60,4 @@ def _check_requirements(what: str, record: records.Backend | records.Tracker | r
             parse_requirement(text)
         except (ValueError, AttributeError, TypeError) as error:
             why = first_line(error)
-            raise PluginError(f"{what}: requires has {text!r}, which is no requirement: {why}") from error
+            raise PluginError(f"{what}: requires contains {text!r}, which is not a valid requirement: {why}") from error

@@ -1,6 +1,6 @@
-"""Deprecation of parts of the contract. A plugin that uses one gets a warning when it is loaded.
+"""Deprecation of parts of the contract. A plugin that uses a deprecated part gets a warning when it is loaded.
 
-A deprecation is one line at the deprecated thing:
+A deprecation is one line beside the definition of the deprecated part:
 
 * a hook: `@hookspec(warn_on_impl=deprecated(...))`;
 * an argument of a hook: `@hookspec(warn_on_impl_args={"seconds": deprecated(...)})`;
@@ -9,8 +9,8 @@ A deprecation is one line at the deprecated thing:
   module has an `exports(...)`, pass it as third argument. This does not work in `enginehouse.errors`, which this
   module imports.
 
-Warnings during loading become the plugin's note in `enginehouse plugins list`, and a run logs them once. A name that
-a worker imports later warns there, like any `FutureWarning`.
+Warnings during loading become the plugin's note in `enginehouse plugins list`, and a run logs them once. If a worker
+imports a deprecated name later, the warning appears in the worker, like any `FutureWarning`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ DEPRECATED = "deprecated"
 
 
 class ContractDeprecation(FutureWarning):
-    """A plugin uses a part of the contract that the next major version drops."""
+    """A plugin uses a part of the contract that the next major version will remove."""
 
 
 def deprecated(what: str, *, since: str, instead: str) -> ContractDeprecation:
-    """Return the warning for one deprecated thing.
+    """Return the warning for one deprecated part.
 
     Args:
-        what: its name for authors of plugins, such as `"Loss.output"` or `"enginehouse_validated(step)"`.
+        what: name of the part for authors of plugins, such as `"Loss.output"` or `"enginehouse_validated(step)"`.
         since: first contract version that warns, such as `"1.2"`.
         instead: the replacement.
     """
     major = int(since.partition(".")[0]) + 1
-    return ContractDeprecation(f"{what} is deprecated since contract {since} and goes with {major}.0: use {instead}")
+    return ContractDeprecation(f"{what} is deprecated since contract {since}, and {major}.0 removes it: use {instead}")
 
 
 def warn_of_fields(record: Record) -> None:
-    """Warn of each deprecated field of a record that is not at its default."""
+    """Warn of each deprecated field of a record whose value is not the default."""
     for field in fields(record):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if (warning := field.metadata.get(DEPRECATED)) is not None and getattr(record, field.name) != default:
@@ -58,8 +58,8 @@ def moved(
 
     Args:
         module: `__name__` of the module.
-        names: for each name the `"module:attribute"` of its value, and the warning.
-        others: the `__getattr__` for all other names, `enginehouse.lazy.exports(...)`.
+        names: the deprecated names. Each has the `"module:attribute"` of its value, and the warning.
+        others: the `__getattr__` for all other names, such as `enginehouse.lazy.exports(...)`; None: no other names.
     """
 
     def __getattr__(name: str) -> Any:

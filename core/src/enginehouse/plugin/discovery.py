@@ -37,7 +37,10 @@ class Switches:
     strict: bool = False
 
     def merge(self, environment: Mapping[str, str]) -> Switches:
-        """Merge the environment's switches: its enabled plugins replace those here, its blocked plugins are added."""
+        """Return these switches merged with those of `environment`, a mapping of environment variables.
+
+        The variable for enabled plugins replaces `enabled`; the variable for blocked plugins adds to `blocked`.
+        """
         names = environment.get(ENABLED)
         enabled = self.enabled if names is None else _split_names(names)
         blocked = (*self.blocked, *_split_names(environment.get(BLOCKED, "")))
@@ -89,8 +92,8 @@ def _is_storey(entry_point: metadata.EntryPoint) -> bool:
 
 
 def find_entry_points() -> Sequence[metadata.EntryPoint]:
-    """Return the entry points of all installed plugins. It reads the metadata of all distributions, and caches them
-    until a folder of `sys.path` changes."""
+    """Return the entry points of all installed plugins. The metadata of all distributions are read once, and again
+    after a folder of `sys.path` has changed."""
     return _entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
 
 

@@ -21,7 +21,7 @@ class PluginLookupError(UserError):
     """A name in the config or on the command line cannot be used.
 
     Attributes:
-        reason: the reason, as one of a few words.
+        reason: the reason, which code can compare with the values of `Reason`.
     """
 
     def __init__(self, message: str, reason: Reason):

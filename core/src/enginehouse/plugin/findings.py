@@ -17,7 +17,7 @@ class Findings:
     Attributes:
         problems: errors in order of discovery.
         notes: sentences about effects that the user may not expect.
-        seen: facts about the data for the plan, as pairs of name and value.
+        seen: facts about the data, as pairs of name and value, which the plan shows.
     """
 
     def __init__(self) -> None:

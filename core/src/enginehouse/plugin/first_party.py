@@ -1,4 +1,4 @@
-"""The plugins of enginehouse that core's metadata names, and the command that installs one."""
+"""The plugins of enginehouse that core's metadata names, and the command that installs such a plugin."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOOLS = {
 """Core's extras without an engine, and the commands that they add."""
 
 OF_KIND = {"environment": "environments", "transport": "transports"}
-"""Extras that add records of a kind. All other kinds come with the extra of an engine."""
+"""Extra that adds records of each of these kinds. Records of all other kinds come with the extra of an engine."""
 
 
 def own_distributions() -> set[str]:
-    """Return the distributions of enginehouse's own plugins, installed or not, from core's metadata."""
+    """Return the names of the distributions of enginehouse's own plugins, installed or not, from core's metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -43,7 +43,9 @@ def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list
     """Return core's extras whose plugin is not installed, from core's metadata.
 
     Args:
-        kind: a key of `OF_KIND` returns the extras that add such records; anything else returns the extras of engines.
+        known: the installed plugins.
+        kind: kind of record. For a key of `OF_KIND`, only the extra of that kind is returned; otherwise only the extras
+            of engines.
     """
     distributions = own_distributions()
     present = {
@@ -58,7 +60,7 @@ def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list
 
 
 def pip_line(name: str) -> str:
-    """Return the command that installs the plugin of an extra from core's own source: a checkout or an index."""
+    """Return the command that installs the plugin of an extra from the source of core: a checkout or an index."""
     return "pip install " + " ".join(f'"{text}"' if "[" in text else text for text in plugin_source(name)[0])
 
 
@@ -73,7 +75,8 @@ def plugin_source(name: str) -> tuple[list[str], str]:
 
 
 def _list_folders(plugins: Path, name: str) -> list[Path]:
-    """Return the folder of a plugin, after those of its missing dependencies. Empty if there is no such plugin."""
+    """Return the folders of a plugin's missing dependencies and then its own folder. Empty if there is no such
+    plugin."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -91,7 +94,8 @@ def _list_folders(plugins: Path, name: str) -> list[Path]:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if it is not here."""
+    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if core was not installed
+    from a checkout."""
     try:
         record = metadata.distribution(CORE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 SECONDS = 30.0
-"""Time limit for loading a plugin. A light plugin takes 0.01 s."""
+"""Time limit in seconds for loading a plugin. A light plugin takes 0.01 s."""
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,10 +29,11 @@ class Overdue(BaseException):
 
 
 def run_guarded(work: Callable[[], object]) -> BaseException | None:
-    """Run code of a plugin and return what it raised, of any type; `Overdue` after `SECONDS`.
+    """Run code of a plugin. Return the exception that it raised, of any type; None if it raised none.
 
-    Ctrl-C and other signals that ask for an end are not the plugin's fault. They interrupt its code, and then go to
-    their former handlers. Outside the main thread there is no time limit.
+    Code that takes longer than `SECONDS` is interrupted, and the result is `Overdue`. Outside the main thread there is
+    no time limit. Ctrl-C and other signals that ask for an end also interrupt the code. Their former handlers run
+    afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         return _catch(work)
@@ -71,7 +72,8 @@ def witness() -> Iterator[Callable[[str, str], None]]:
     """Start a shell beside this process. If this process ends in the block, the shell names the plugin on stderr.
 
     Yields:
-        A function that tells the shell the name and distribution of the next plugin. It does nothing without a shell.
+        A function that tells the shell the name and distribution of the next plugin. It does nothing if the shell
+            cannot be started.
     """
     shell: int | None = None
     reading, writing = os.pipe()

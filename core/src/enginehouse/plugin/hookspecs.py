@@ -5,7 +5,8 @@ the controller, one after another. An observer that fails is logged and dropped;
 No hook runs in a worker, asynchronously, or in the hot path of a step.
 
 `CONTRACT` is the version of this file and the records. A plugin runs if its major version is equal and its minor
-version is not newer. Its module states the oldest version that has all it uses: `enginehouse_protocol = "1.0"`.
+version is not newer. The plugin's module states the oldest version that has everything that the plugin uses:
+`enginehouse_protocol = "1.0"`.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def enginehouse_pick_transport(
 ) -> str | None:
     """Return the name of the weight transport for a run, or None to let other plugins choose. Core answers last.
 
-    `cluster` describes where the two roles run. `transports` are the choices, core's own first. Called once, when a run
-    is planned whose config names no transport. Since 1.0.
+    `cluster` describes where the two roles run. `transports` are the choices, core's own first. Called once when a run
+    is planned, unless the config names a transport. Since 1.0.
     """
 
 
@@ -150,7 +151,7 @@ def enginehouse_run_finished(run: Any, outcome: str) -> None:
 
 @hookspec
 def enginehouse_run_recorded(directory: str, outcome: str) -> None:
-    """Called once, last, when all files of the run are written and `run.json` holds `outcome`.
+    """Called once, as the last hook, when all files of the run are written and `run.json` contains `outcome`.
 
     `outcome` has the values of `enginehouse_run_finished`. Return quickly after `"interrupted"`, because a user waits.
     An error raised here does not change how the run ended. Since 1.1.
@@ -159,7 +160,7 @@ def enginehouse_run_recorded(directory: str, outcome: str) -> None:
 
 @hookspec
 def enginehouse_call_dispatched(group: str, method: str, call: int) -> None:
-    """Called when a call of a worker group is sent. `call` numbers the calls of this controller. Since 1.0."""
+    """Called when a call of a worker group is sent. `call` is the call's number on this controller. Since 1.0."""
 
 
 @hookspec

@@ -11,7 +11,8 @@ from enginehouse.plugin.records import Record
 CORE = "enginehouse"
 
 State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
-"""State of a plugin: usable, excluded by a switch, failed to load, for another contract, or without its engine."""
+"""State of a plugin, in this order: usable; excluded by a switch; failed to load; written for an incompatible version
+of the contract; lacks requirements of a record."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,7 @@ class Plugin:
         distribution: the installed distribution that contains it; `enginehouse` for enginehouse's own plugins.
         module: the module that its entry point names.
         protocol: contract version that it states; empty if it was never imported.
-        status: outcome of loading. Only the manager knows whether requirements are missing (`states`).
+        status: outcome of loading. Never `"requirements missing"`, which only `enginehouse.runtimes.readiness` finds.
         problem: the problem in one line; empty if there is none.
         traceback: traceback of the error; empty if there is none.
         note: remark for the author of a working plugin; empty if there is none.
@@ -67,5 +68,6 @@ def is_same_distribution(first: str, second: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical spelling of a distribution's name (PEP 503). Importing packaging would take 10 ms."""
+    """Return the canonical spelling of a distribution's name (PEP 503). `packaging` has such a function too, but its
+    import takes 10 ms."""
     return re.sub(r"[-_.]+", "-", name).lower()

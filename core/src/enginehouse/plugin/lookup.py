@@ -16,7 +16,8 @@ LABELS = {"train": "training engine", "rollout": "rollout engine", "transport": 
 
 
 def label(kind: str | None) -> str:
-    """Return a kind of record in words. None is an engine, for training or rollout."""
+    """Return the words for a kind of record, such as `"training engine"`. None means an engine for training or
+    rollout."""
     if kind is None:
         return "engine"
     return LABELS.get(kind, kind.replace("_", " "))
@@ -59,7 +60,7 @@ def not_found_error(
     """Return the error for a name that no usable record has: its plugin is not loaded, not installed, or unknown.
 
     Args:
-        kind: kind of record; None is an engine, for training or rollout.
+        kind: kind of record; None: an engine for training or rollout.
         asked: the name, or `"distribution:name"`.
     """
     distribution, name = split_name(asked)
@@ -75,7 +76,7 @@ def not_found_error(
     message = f"unknown {label(kind)} {asked!r}. {nearest(name, choices)}"
     hints = []
     if kinds := sorted({record.kind for record in records if record.name == name and record.kind != kind}):
-        hints.append(f"{name!r} names something else: {', '.join(label(other_kind) for other_kind in kinds)}.")
+        hints.append(f"{name!r} is another kind of record: {', '.join(label(other_kind) for other_kind in kinds)}.")
     if installable:
         hints.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
     if unloaded := [f"{plugin.name} ({plugin.status})" for plugin in installed if plugin.status != "ok"]:
@@ -84,13 +85,13 @@ def not_found_error(
 
 
 def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
-    """Return the error for a name that no plugin, distribution or record has. An engine that is not loaded gets its own
-    error. For any other name, the choices are all names."""
+    """Return the error for a name that no plugin, distribution or record has. If it is the name of an engine that is
+    not loaded, the error says why. Otherwise the error suggests names of plugins and records."""
     error = not_found_error(None, name, plugins, ())
     if error.reason != "unknown":
         return error
     names = {plugin.name for plugin in plugins} | {record.name for record, _ in provided}
-    message = f"unknown name {name!r}. {nearest(name, names)}. `enginehouse plugins list` lists all"
+    message = f"unknown name {name!r}. {nearest(name, names)}. `enginehouse plugins list` lists all names"
     return PluginLookupError(message, "unknown")
 
 

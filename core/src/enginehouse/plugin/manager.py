@@ -1,8 +1,8 @@
 """Loads plugins, finds their declarations, and calls their hooks.
 
 Discovery does not use `pluggy.PluginManager.load_setuptools_entrypoints`, because one broken plugin aborts it. Here
-each plugin is imported and registered separately. Its error is stored as its problem, which `enginehouse plugins list`
-and every request for the plugin show.
+each plugin is imported and registered separately. If that fails, the error is stored as the plugin's problem.
+`enginehouse plugins list` and every request for the plugin show the problem.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ WRAPPABLE = "enginehouse_run_step"
 
 
 class PluginManager:
-    """All plugins of a process and their declarations. `load_plugins` makes one.
+    """All plugins of a process and their declarations. `load_plugins` creates a manager.
 
     Attributes:
         plugins: every plugin, loaded or not: enginehouse's own first, then sorted by name.
@@ -96,13 +96,13 @@ class PluginManager:
     @overload
     def get(self, kind: str, name: str, *, elsewhere: bool = False) -> Any: ...
     def get(self, kind: type[Record] | str, name: str, *, elsewhere: bool = False) -> Any:
-        """Return the usable record of a kind that `name` stands for.
+        """Return the usable record of a kind that has this name.
 
         Args:
             kind: a record class, or its `kind`.
             name: the name in a config, or `"distribution:name"`.
             elsewhere: True if the record may run in another Python environment (`enginehouse.runtimes`). Its
-                requirements are then not checked in this one.
+                requirements are then not checked in this environment.
 
         Raises:
             PluginLookupError: if the name cannot be used. `reason` is the cause, and the message names a remedy.
@@ -127,7 +127,12 @@ class PluginManager:
         return [provided.record for provided in self.providers(kind)]
 
     def providers(self, kind: type[Record] | str | None = None, name: str | None = None) -> list[Provided]:
-        """Return records with their plugins, usable or not, of a kind, and of a name or `"distribution:name"`."""
+        """Return records with their plugins, usable or not.
+
+        Args:
+            kind: return only records of this kind.
+            name: return only records with this name, or `"distribution:name"`.
+        """
         word = None if kind is None else _word(kind)
         distribution, plain = (None, None) if name is None else lookup.split_name(name)
         return [
@@ -172,8 +177,8 @@ class PluginManager:
         return self._missing[id(record)]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which `plugins()` in a worker process loads the same plugins. Plugins
-        that are broken here are blocked there, because each worker would wait for a hanging plugin."""
+        """Return the environment variables with which `plugins()` in a worker process loads the same plugins. They
+        block plugins that are broken in this process, because each worker would wait for a plugin that hangs."""
         broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
         return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
 
@@ -197,7 +202,8 @@ class PluginManager:
         return hook(run=run, step=step)
 
     def observes(self, event: str) -> bool:
-        """Return True if a plugin observes `event` (`"step_finished"`). Call this before you compute costly facts."""
+        """Return True if a plugin observes `event`, such as `"step_finished"`. Call this before you compute expensive
+        arguments of `observe`."""
         return self._observers.any(event)
 
     def observe(self, event: str, **facts: Any) -> None:
@@ -205,6 +211,7 @@ class PluginManager:
 
         Args:
             event: name of a hook without `enginehouse_`, such as `"step_finished"`.
+            facts: arguments of the hook.
 
         Raises:
             KeyError: if there is no such event.
@@ -214,7 +221,8 @@ class PluginManager:
             self._observers.observe(event, facts)
 
     def add_commands(self, cli: Any, of_enginehouse: bool = True) -> None:
-        """Let each plugin add its sub-commands to a click group. A plugin that fails is logged and adds no more.
+        """Let each plugin add its sub-commands to a click group. If a plugin fails, its error is logged, and the next
+        plugin follows.
 
         Args:
             of_enginehouse: True to include enginehouse's own plugins.
@@ -272,7 +280,7 @@ class PluginManager:
         """Check the contract, then register `module`. Its historic declaring hooks run inside this call."""
         protocol = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
         if not isinstance(protocol, str):  # a number would turn 1.10 into 1.1
-            raise IncompatiblePlugin(f'{PROTOCOL} = {protocol!r} is no text; write {PROTOCOL} = "{protocol}"')
+            raise IncompatiblePlugin(f'{PROTOCOL} must be a text, not {protocol!r}; write {PROTOCOL} = "{protocol}"')
         plugin.protocol = protocol
         _check_protocol(plugin)
         self._loading = plugin
@@ -314,7 +322,7 @@ class PluginManager:
         return register
 
     def _check_hooks(self, module: ModuleType) -> None:
-        """Reject mistakes that pluggy ignores: unknown hooks, and wrappers of hooks that take none."""
+        """Reject mistakes that pluggy ignores: unknown hooks, and wrappers of hooks that cannot be wrapped."""
         specified = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
         for caller in self._hooks.get_hookcallers(module) or ():
             for implementation in caller.get_hookimpls():
@@ -323,7 +331,7 @@ class PluginManager:
                 if not caller.has_spec() and not implementation.optionalhook:
                     raise PluginError(f"unknown hook {caller.name!r}. {nearest(caller.name, specified)}")
                 if (implementation.wrapper or implementation.hookwrapper) and caller.name != WRAPPABLE:
-                    raise PluginError(f"{caller.name} takes no wrapper; only {WRAPPABLE} does")
+                    raise PluginError(f"{caller.name} cannot be wrapped; only {WRAPPABLE} can")
 
 
 def load_plugins(
@@ -365,7 +373,7 @@ def _check_protocol(plugin: Plugin) -> None:
     if not protocol:
         raise IncompatiblePlugin(
             f"module {plugin.module} does not say which plugin contract it is written for; "
-            f'add the line {PROTOCOL} = "{OFFERED}" to it, or ask the authors of {owner} to'
+            f'add the line {PROTOCOL} = "{OFFERED}" to it, or ask the authors of {owner} to add this line'
         )
     try:
         major, minor = (int(part) for part in protocol.split("."))
@@ -377,20 +385,20 @@ def _check_protocol(plugin: Plugin) -> None:
         else:
             cure = f"upgrade {owner} to a version for {OFFERED}, or install an older enginehouse"
         raise IncompatiblePlugin(
-            f"{plugin} is written for plugin contract {protocol}, and enginehouse {__version__} offers {OFFERED}; "
+            f"{plugin} is written for plugin contract {protocol}, but enginehouse {__version__} offers {OFFERED}; "
             f"{cure}"
         )
 
 
 def _heaviness(modules: Set[str], seconds: float) -> str:
-    """Describe the cost of importing a plugin's module, if it is too high; else return an empty text."""
+    """Describe the cost of importing a plugin's module if the cost is too high; else return an empty text."""
     heavy = [name for name in HEAVY if name in modules]
     if not heavy and seconds < HEAVY_SECONDS:
         return ""
-    what = f", and brings {', '.join(heavy)}" if heavy else ""
+    what = f", and imports {', '.join(heavy)}" if heavy else ""
     return (
-        f"importing its module takes {seconds:.1f} s of computing{what}: every command waits for that. "
-        "Name engines and functions by strings, and import nothing heavy beside them"
+        f"importing its module takes {seconds:.1f} s of CPU time{what}: every command waits for that. "
+        "Name engines and functions by strings, and import no heavy package in this module"
     )
 
 
@@ -409,7 +417,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _check_marked(module: ModuleType) -> None:
-    """Reject a function with the name of a hook but without a mark, because pluggy would ignore it."""
+    """Reject a function that has the name of a hook but is not marked with `@hookimpl`. Pluggy would ignore it."""
     for name, value in getattr(module, "__dict__", {}).items():
         if name.startswith(PREFIX) and callable(value) and not hasattr(value, f"{hookspecs.PROJECT}_impl"):
             raise PluginError(f"{name} is not marked with @hookimpl")

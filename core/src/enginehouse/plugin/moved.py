@@ -1,7 +1,7 @@
-"""Old addresses from which plugins of contract 1.0 import names. The old imports still work, with a warning.
+"""Old import paths from which plugins of contract 1.0 import names. The old imports still work, with a warning.
 
 A module that had such a name ends with a `__getattr__` that calls `resolve_old_address`. `enginehouse plugins doctor`
-reads `MOVED`. If a name leaves an address of docs/contract/, use `enginehouse.plugin.deprecation` instead.
+reads `MOVED`. To move a name that docs/contract/ lists, use `enginehouse.plugin.deprecation` instead.
 """
 
 import warnings
@@ -20,12 +20,12 @@ MOVED = {
     **{f"enginehouse.testing.{name}": f"enginehouse_testing.{name}" for name in _SUITES},
     **{f"enginehouse.rl.{name}": f"enginehouse_rl.{name}" for name in _ALGORITHMS},
 }
-"""The new address of each name by its old address."""
+"""New import path of each name, by its old import path."""
 
 
 def resolve_old_address(module: str, name: str) -> Any:
-    """Return a name that a module no longer has, with a warning that states its new address. Raises `AttributeError` if
-    the module never had the name."""
+    """Return the value of a name that a module no longer has, with a warning that states the new import path. Raises
+    `AttributeError` if the module never had the name."""
     address = f"{module}.{name}"
     if address not in MOVED:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ class Observers:
     """The observers of one plugin manager.
 
     Args:
-        strict: re-raise the error of an observer as `PluginError`.
+        strict: True: re-raise the error of an observer as `PluginError`.
     """
 
     def __init__(self, manager: pluggy.PluginManager, strict: bool = False):
@@ -68,4 +68,4 @@ class Observers:
         self._waiting[event].remove(implementation)
         # The message of a full disk or a missing file says everything.
         traceback = None if isinstance(error, OSError) else error
-        log.warning("%s; it is not told of this event again", message, exc_info=traceback)
+        log.warning("%s; this observer will not be called again", message, exc_info=traceback)

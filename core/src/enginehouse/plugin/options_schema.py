@@ -48,7 +48,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the config class of a section, also of an optional one (`Section | None`); None for an option."""
+    """Return the config class of a section, also of an optional section (`Section | None`); None for an option."""
     if get_origin(annotation) is list:
         return None
     inner = [part for part in get_args(annotation) if part is not type(None)]
@@ -58,7 +58,7 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
 
 def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
     """Return the config class of named (`dict[str, Section]`) or listed (`list[Section]`) sections; None for other
-    types. The second value stands for one section in a key: `"NAME"` or `"N"`."""
+    types. The second value is the placeholder for a section's name or number in a dotted key: `"NAME"` or `"N"`."""
     place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
     inner = section_type(get_args(annotation)[-1]) if place else None
     return None if inner is None or place is None else (inner, place)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Facts about the cluster, which `enginehouse_pick_transport` gets.
+    """Description of the processes and devices of a run, which `enginehouse_pick_transport` gets as `cluster`.
 
     Attributes:
         colocated: True if actor and rollout share their processes.

@@ -1,4 +1,4 @@
-"""The plugins of this process. They are loaded at first use, by the switches of the environment and the config."""
+"""The plugins of this process. They are loaded at first use. Switches of environment and config decide which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = threading.RLock()
 
 
 def plugins() -> PluginManager:
-    """Return this process's plugins. The first call loads them by the switches in its environment."""
+    """Return this process's plugins. The first call loads the plugins that the environment's switches allow."""
     global _current
     with _lock:
         if _current is None:
@@ -26,7 +26,7 @@ def plugins() -> PluginManager:
 
 
 def reload_plugins() -> PluginManager:
-    """Load this process's plugins again by the same switches, after one was installed."""
+    """Load this process's plugins again with the same switches, after a plugin was installed."""
     global _current
     with _lock:
         switches = read_switches() if _current is None else _current.switches
@@ -37,11 +37,12 @@ def reload_plugins() -> PluginManager:
 def configure_plugins(
     enabled: Sequence[str] | None = None, blocked: Sequence[str] = (), strict: bool = False
 ) -> PluginManager:
-    """Merge the config's switches with the environment's, and return the plugins that this process loads by them.
+    """Load the plugins of this process with the switches of the config and the environment, and return them.
 
-    Enabled plugins of the environment replace `enabled`; its blocked plugins are added. Called on the controller before
-    any use of a plugin. Logs a warning for each plugin that could not be loaded, and for each deprecated part of the
-    contract that a plugin uses. Worker processes load the same plugins through `PluginManager.environment`.
+    Enabled plugins of the environment replace `enabled`; its blocked plugins are added to `blocked`. Call this on the
+    controller before any use of a plugin. The function logs a warning for each plugin that could not be loaded, and for
+    each deprecated part of the contract that a plugin uses. Worker processes load the same plugins through
+    `PluginManager.environment`.
 
     Args:
         enabled: the only plugins to load, by plugin or distribution name; None loads all.

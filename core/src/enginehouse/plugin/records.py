@@ -22,7 +22,8 @@ def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[
     """Make a field an immutable collection. Reject a single string, because `("torch")` is not a tuple."""
     value = getattr(record, field_name)
     if isinstance(value, str):
-        raise TypeError(f"{type(record).__name__}.{field_name} takes several strings, not the one string {value!r}")
+        kind = f"{'set' if collection is frozenset else 'tuple'} of strings"
+        raise TypeError(f"{type(record).__name__}.{field_name} must be a {kind}, not the string {value!r}")
     object.__setattr__(record, field_name, collection(value))
 
 
@@ -52,7 +53,7 @@ class Layout:
     Attributes:
         name: a short name for reports, such as `"shard4"` or `"tp2"`.
         processes: number of ranks.
-        options: options of the engine that produce the layout, in addition to those that every check sets.
+        options: options of the engine that produce the layout, in addition to the options that every check sets.
         without: declared capabilities that this layout lacks. `certify` lists them as not declared.
         only: the only capabilities to check, for a layout with one purpose, such as splitting experts. Empty: check the
             protocol and all declared capabilities.
@@ -87,7 +88,7 @@ class RequirementSet:
     prepare: str = ""
 
     def __str__(self) -> str:
-        return f"all that {self.lock} pins" if self.lock else ", ".join(self.requirements)
+        return f"the pins of {self.lock}" if self.lock else ", ".join(self.requirements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +165,8 @@ class DispatchMode(Record):
         dispatch: `"module:function"`. `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` for each rank, or
             None for a rank that is not called.
         collect: `"list"`, `"concat"`, `"distributed"`, `"first"` or `"merge"`, applied to the results that come back;
-            or `"module:function"`, called as `collect(group, outputs) -> result` with one output for each rank, None if
-            it did not come back. A method's own `collect` in `@register` overrides this field.
+            or `"module:function"`, called as `collect(group, outputs) -> result` with one output for each rank, None
+            for a rank whose output did not come back. The `collect` of a method's `@register` overrides this field.
         returning: `"module:function"`. `returning(group)` lists the ranks whose results come back; other results stay
             on their workers. Empty: the results of every called rank come back.
         awaits_futures: True if `dispatch` reads its arguments. The controller then waits for each `Future` among them,
@@ -208,7 +209,7 @@ class Advantage(Function):
     """An advantage estimator: `function(batch, **arguments) -> Batch` adds an `advantages` column.
 
     Attributes:
-        compares_samples: True if it compares the samples of a prompt, so that it needs at least two.
+        compares_samples: True if it compares the samples of a prompt, and therefore needs at least two samples.
         needs: names of the columns that it reads. Only these are sent to the controller. None: all columns but texts.
     """
 
@@ -223,12 +224,12 @@ class Loss(Function):
 
     Attributes:
         needs_actor_logprobs: names of arguments that, if set, require `old_logprobs` computed by the actor.
-        always_needs_actor_logprobs: True if the loss always requires them, because it clips its ratio to a range
-            smaller than the difference between two engines.
+        always_needs_actor_logprobs: True if the loss always requires `old_logprobs` computed by the actor, because it
+            clips its ratio to a range smaller than the difference between two engines.
         ratio_bounds: names of arguments that bound the distance of the ratio from 1. A bound below 0.05 requires the
             actor's logprobs in bfloat16.
-        taken_from: for each argument the config key, such as `rollout.sampling.max_tokens`, whose value it gets if
-            unset.
+        taken_from: config keys by argument. An argument that is not set gets the value of its config key, such as
+            `rollout.sampling.max_tokens`.
         output: the engine output that the loss is computed from: `"logprobs"`, or `"values"` for a critic.
     """
 
@@ -249,10 +250,11 @@ class Stage(Function):
 
     Attributes:
         function: `"module:function"`. Empty: the stage only adds the column of its model.
-        needs: names of the columns that it reads, besides its model's. Only these are sent to the controller.
-        adds: names of the columns that it adds or changes, besides its model's. A stage that changes `reward` runs
-            before the KL term.
-        model: the output of the stage's own model, whose path the config gives as `stages.NAME.path`. `"logprobs"` adds
+        needs: names of the columns that `function` reads, besides the column of the stage's model. Only these are sent
+            to the controller.
+        adds: names of the columns that `function` adds or changes. A stage that changes `reward` runs before the KL
+            term.
+        model: output of the stage's model, whose path the config gives as `stages.NAME.path`. `"logprobs"` adds
             one value per token as column `NAME_logprobs`. `"score"` adds one value per episode, from a value head, as
             column `NAME_score`, which is 0 except in the last row of the episode. Empty: no model.
     """
@@ -268,9 +270,9 @@ class Stage(Function):
         _freeze(self, "needs", tuple)
         _freeze(self, "adds", tuple)
         if self.model not in ("", "logprobs", "score"):
-            raise TypeError(f"Stage.model is {self.model!r}; it is 'logprobs', 'score' or empty")
+            raise TypeError(f"Stage.model must be 'logprobs', 'score' or empty, not {self.model!r}")
         if bool(self.function) != bool(self.adds) or not self.columns:
-            raise TypeError("a Stage has a function and says in adds what that adds, or it has a model alone")
+            raise TypeError("a Stage must set function and adds together, or only model")
 
     @property
     def references(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -306,7 +308,7 @@ class Tracker(Record):
 
     Attributes:
         tracker: `"module:Class"`, constructed as `Class(**arguments)` with the arguments of the config. `plan` imports
-            the module, so import what it `requires` in `start`.
+            the module. Import the distributions of `requires` only in `start`.
         requires: requirement strings of the distributions that it needs. They are checked without an import.
     """
 
@@ -372,7 +374,7 @@ def resolve(reference: str) -> Any:
 
 
 def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of a function's keyword arguments. None: it accepts any keyword, or they are unknown."""
+    """Return the names of a function's keyword arguments; None if it accepts any keyword, or if they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -396,9 +398,10 @@ def batched_reward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_reward(check: Callable[[Mapping[str, Any], Sequence[str] | None], None]) -> Callable[[F], F]:
-    """Attach `check(arguments, columns)` to a reward, for `plan` to call.
+    """Attach `check(arguments, columns)` to a reward. `plan` calls it.
 
-    `arguments` are those of the config. `columns` are the names of the data's columns, or None if they are unknown.
+    `arguments` are the reward's arguments in the config. `columns` are the names of the columns of the data, or None if
+    they are unknown.
     `check` raises `ConfigError` if a run could not succeed.
     """
 

@@ -1,6 +1,6 @@
 """Checks of a record's references without an import, because an engine may be slow or need another runtime.
 
-The checks read source and never run it. A name counts as present if reading cannot decide.
+The checks read source code and never run it. If the source does not decide whether a name exists, it counts as present.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def parse(source: str) -> ast.Module:
     """Return the syntax tree of Python source, despite a bug of CPython 3.11.
 
-    All trees share a depth counter, which a garbage collection during parsing upsets if a finalizer also parses:
-    https://github.com/python/cpython/issues/106905. A second attempt succeeds.
+    Python raises `SystemError` if garbage is collected during parsing and a finalizer parses too, because both share a
+    depth counter: https://github.com/python/cpython/issues/106905. A second attempt succeeds.
 
     Raises:
         SyntaxError: if the source is not Python.
@@ -35,7 +35,7 @@ def parse(source: str) -> ast.Module:
 
 
 def find_definition(reference: str) -> Definition | None:
-    """Return the definition that a `"module:attribute"` string names; None if reading cannot decide.
+    """Return the definition that a `"module:attribute"` string names; None if it cannot be found in the source.
 
     The search imports only the packages above the module.
 
@@ -64,7 +64,7 @@ def methods_of(protocol: type) -> list[str]:
 
 
 def find_missing_methods(engine: Any, protocol: type) -> list[str]:
-    """Return the methods of a protocol that a class lacks, as far as reading can decide.
+    """Return the methods of a protocol that a class lacks, as far as the source shows.
 
     Args:
         engine: a class, or the result of `find_definition`.
@@ -83,7 +83,8 @@ def find_missing_methods(engine: Any, protocol: type) -> list[str]:
 
 
 def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
-    """Return the methods of a class that cannot be called as a protocol says, with reasons, but no missing methods."""
+    """Return the methods of a class that cannot be called as a protocol says, each with the reason. Missing methods are
+    not included."""
     mismatches = []
     for name in methods_of(protocol):
         promised, method = getattr(protocol, name), getattr(engine, name, None)
@@ -107,12 +108,12 @@ def _find_mismatch(promised: Callable[..., Any], method: Callable[..., Any], sta
     by_position = _accepts(signature, required + [None] * len(optional), {})
     by_name = _accepts(signature, required, dict.fromkeys(optional))
     if not (by_position or by_name) or not _accepts(signature, required, {}):
-        return f"it takes {signature}, and cannot be called as the protocol says"
+        return f"it takes {signature}, but must accept the arguments of the protocol"
     is_async = inspect.iscoroutinefunction(inspect.unwrap(method))
     if is_async and not inspect.iscoroutinefunction(promised):
-        return "it is async, and its result is not awaited"
+        return "it is async, but must not be: its result is not awaited"
     if inspect.iscoroutinefunction(promised) and not is_async and _returns_no_awaitable(method):
-        return "it is not async, and its result is awaited"
+        return "it is not async, but must be: its result is awaited"
     return ""
 
 

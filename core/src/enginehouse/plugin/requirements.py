@@ -22,7 +22,7 @@ class Missing:
     """A requirement that is not fulfilled.
 
     Attributes:
-        installed: installed version of the first alternative that is installed; None if none is.
+        installed: installed version of the first alternative that is installed; None if no alternative is installed.
     """
 
     requirement: str
@@ -36,11 +36,11 @@ class Missing:
 def find_missing(requirements: Iterable[str], path: Sequence[str] | None = None) -> Iterator[Missing]:
     """Yield the requirements that a Python environment does not meet.
 
-    Markers are evaluated; extras of a requirement are not followed. Pre-releases count, because containers ship them.
+    Markers are evaluated; extras of a requirement are ignored. Pre-releases count, because containers ship them.
 
     Args:
         requirements: requirement strings, possibly with alternatives separated by `|`.
-        path: `sys.path` of the environment; None is this one.
+        path: `sys.path` of the environment; None: this process's environment.
 
     Raises:
         packaging.requirements.InvalidRequirement: if a string is not a requirement.
@@ -63,7 +63,11 @@ def parse_requirement(text: str) -> list[Requirement]:
 
 
 def installed_version(distribution: str, path: Sequence[str] | None = None) -> str | None:
-    """Return the version of a distribution in the environment with this `sys.path` (None: this one), or None."""
+    """Return the installed version of a distribution, or None if it is not installed.
+
+    Args:
+        path: `sys.path` of the environment; None: this process's environment.
+    """
     places: dict[str, Any] = {} if path is None else {"path": list(path)}
     return next((match.version for match in metadata.distributions(name=distribution, **places)), None)
 
@@ -75,7 +79,8 @@ def installed_versions(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def install_line(missing: Iterable[Missing], distribution: str) -> str:
-    """Return the `pip install` command for missing requirements, by an extra of the plugin if one covers them."""
+    """Return the `pip install` command for missing requirements. It installs an extra of the plugin `distribution` if
+    an extra covers all of them."""
 
     first_choices = [parse_requirement(item.requirement)[0] for item in missing]
     names = {canonical_name(requirement.name) for requirement in first_choices}

@@ -26,7 +26,7 @@ _KEY_OR_TOKEN = re.compile(r"_(key|token)s?$")
 _SIGNATURE = re.compile(r"^sig$|(^|_)signature$")
 """Names of signatures in a URL's query. A signature grants access if its value looks random."""
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~-]{20,}")
-"""Text that looks random. It is a secret as the value of any key or token."""
+"""Text that looks random. It counts as a secret if it is the value of a name that ends with key or token."""
 _TELLING = re.compile(
     r"(bearer|basic) [\w+/=.~-]{8,}|(sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza)[\w-]{16,}"
     r"|.*://[^/\s@:]*:[^/\s@]+@.*",
@@ -64,12 +64,12 @@ def check_secrets(findings: Findings, key: str, arguments: Mapping[str, Any], *,
         elif not references and text and (secret or _is_secret(name, text)):
             variable = re.sub(r"\W", "_", name.upper())
             findings.refuse(
-                f"{place} holds a secret, and what a config holds is written to the run directory and to each "
-                f"checkpoint: set an environment variable, {variable} say, and write ${{{variable}}} in its place"
+                f"{place} holds a secret, but the config is written to the run directory and to each checkpoint: set "
+                f"an environment variable, such as {variable}, and write ${{{variable}}} in place of the secret"
                 if read
-                else f"{place} is a secret's, and nothing is read from the environment here; what a config holds is "
-                "written to the run directory and to each checkpoint: leave it out, and have the code that needs it "
-                "read an environment variable"
+                else f"{place} holds a secret, but the config is written to the run directory and to each checkpoint, "
+                "and environment variables are not inserted here: leave the key out, and let the code that needs the "
+                "secret read an environment variable"
             )
 
 

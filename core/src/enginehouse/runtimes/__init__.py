@@ -1,8 +1,8 @@
 """Runtimes: Python environments for engines' workers, beside the driver's environment.
 
 Runtimes allow one run to have two engines with incompatible requirements. A runtime has only third-party packages. Its
-workers import core and the plugins from the driver's, by an overlay of links. This package imports neither torch nor
-ray.
+workers import core and the plugins from the driver's environment, through a folder of links (`Overlay`). This package
+imports neither torch nor ray.
 """
 
 from enginehouse.runtimes.choosing import CURRENT, OWN, RUNTIME_VARIABLE, Interpreter, choose_runtime

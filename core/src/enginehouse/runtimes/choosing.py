@@ -20,10 +20,10 @@ CURRENT = "current"
 """Name of this process's Python environment."""
 
 OWN = "own"
-"""Stands for the runtime that was made for the engine, under any name."""
+"""Value of `engine.runtime` for the runtime that was made for the engine, whatever the name of that runtime is."""
 
 RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
-"""Environment variable of a worker with the name of its runtime; unset in the driver's own environment."""
+"""Environment variable that holds the name of a worker's runtime; unset if the worker uses the driver's environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Interpreter:
 
 
 def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
-    """Choose the interpreter for workers of an engine, without imports. It makes no environment.
+    """Choose the interpreter for workers of an engine. The engine is not imported, and no environment is made.
 
     Args:
         wanted: `"auto"`: this process's environment if it meets the engine's requirements, else the engine's runtime
@@ -57,16 +57,16 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     if wanted in ("auto", CURRENT):
         missing = list(find_missing(record.requires))
         if not missing:
-            why = "engine.runtime names it" if wanted == CURRENT else "all that the engine needs is installed here"
-            return Interpreter(CURRENT, reason=why)
+            met = "this environment meets the engine's requirements"
+            return Interpreter(CURRENT, reason="chosen by engine.runtime" if wanted == CURRENT else met)
         if wanted == CURRENT:
             raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_join(missing)}")
-        reason = f"the engine's requirements are not met here: {missing[0]}"
+        reason = f"the driver's environment does not meet the engine's requirements: {missing[0]}"
         return _choose_own(record, device, _join(missing), reason, install_line(missing, find_plugin(record) or CORE))
     if wanted == OWN:
-        none = "" if record.runtimes else ", and declares none"
-        why = f"is to run in a runtime of its own{none} (engine.runtime=own)"
-        return _choose_own(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
+        none = "" if record.runtimes else ", but declares no runtime"
+        why = f"must run in a separate runtime (engine.runtime=own){none}"
+        return _choose_own(record, device, why, "chosen by engine.runtime=own", "engine.runtime=auto")
     if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
         return _at_path(record, wanted)
     runtime = find_runtime(wanted)
@@ -76,23 +76,24 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
         raise RuntimeProblem(f"runtime {wanted!r} is {state.word}: {state.problem}{cure}")
     if runtime.manifest is not None and runtime.manifest.backend == record.name and runtime.manifest.variant != device:
         raise RuntimeProblem(
-            f"runtime {wanted!r} is for {runtime.manifest.variant}, and this run is on {device}. "
+            f"runtime {wanted!r} is for {runtime.manifest.variant}, but this run is on {device}. "
             f"Try: {create_command(record.name, device)}"
         )
     _check_requirements(record, f"runtime {wanted!r}", [str(runtime.packages)])
-    return _make_interpreter(runtime.name, runtime.python, "engine.runtime names it")
+    return _make_interpreter(runtime.name, runtime.python, "chosen by engine.runtime")
 
 
 def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
-    """Return the interpreter of an engine's own runtime for a device.
+    """Return the interpreter of the runtime that was made for an engine and a device.
 
     Args:
-        why: the reason why the engine needs a runtime, for an error.
+        why: reason why the engine needs a runtime, for an error.
         reason: reason of the choice, for a plan.
-        otherwise: remedy if the engine declares no runtime for the device.
+        otherwise: advice of the error if the engine declares no runtime for the device.
     """
     if device not in record.runtimes:
-        alternatives = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
+        declared = ", ".join(sorted(record.runtimes))
+        alternatives = f"; it declares runtimes only for {declared}, not for {device}" if declared else ""
         raise NoRuntime(f"{record.name!r} {why}{alternatives}. Try: {otherwise}")
     key = make_recipe(record, device).key
     candidates = [runtime for runtime in list_runtimes() if _is_made_for(runtime, record.name, device)]
@@ -102,13 +103,14 @@ def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: 
             return _make_interpreter(runtime.name, runtime.python, reason)
     problems = "".join(f"; runtime {runtime.name!r} is {state.word}: {state.problem}" for runtime, state in states)
     raise NoRuntime(
-        f"{record.name!r} {why}, and there is no runtime of its own for {device} that is whole{problems}. "
+        f"{record.name!r} {why}, and there is no usable runtime of this engine for {device}{problems}. "
         f"Try: {create_command(record.name, device)}"
     )
 
 
 def create_command(backend: str, variant: str) -> str:
-    """Return the command that makes an engine's runtime. It names the variant if it is not this machine's."""
+    """Return the command that makes an engine's runtime. The command names the variant unless it is the default of this
+    machine."""
     from enginehouse.runtimes.variant import detect_variant
 
     return f"enginehouse runtime create {backend}" + ("" if variant == detect_variant() else f" --variant {variant}")
@@ -128,7 +130,7 @@ def _at_path(record: Backend, wanted: str) -> Interpreter:
     if not path.is_file():
         raise RuntimeProblem(f"there is no Python interpreter at {path}")
     _check_requirements(record, str(path), check_interpreter(str(path)).path)
-    return _make_interpreter(str(path), path, "engine.runtime names it")
+    return _make_interpreter(str(path), path, "chosen by engine.runtime")
 
 
 def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> None:
@@ -146,7 +148,7 @@ def _make_interpreter(name: str, python: Path, reason: str) -> Interpreter:
 
 
 def _declared(record: Backend, runtime: Runtime) -> Backend | None:
-    """Return the current record of the engine that a runtime is for."""
+    """Return the current record of the engine that a runtime was made for; None if no plugin declares the engine."""
     from enginehouse.plugin.process import plugins
 
     manifest = runtime.manifest

@@ -6,7 +6,7 @@ from enginehouse.errors import EnginehouseError, UserError
 
 
 class RuntimeProblem(UserError):
-    """A runtime cannot be used in its state, or does not exist."""
+    """A runtime does not exist, or cannot be used in its current state."""
 
 
 class NoRuntime(RuntimeProblem):

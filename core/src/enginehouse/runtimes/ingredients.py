@@ -1,4 +1,7 @@
-"""The ingredients of a runtime, and their key. Runtimes with the same key are the same Python environment."""
+"""Recipes of runtimes. A recipe lists everything that defines a runtime, and has a key, which is a hash of this list.
+
+Runtimes with the same key are the same Python environment.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ CONTROLLERS_OWN = frozenset({"tensorboardx"})
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRecipe:
-    """Ingredients of a runtime.
+    """Everything that defines a runtime.
 
     Attributes:
-        variant: name of one of its requirement sets.
+        variant: name of the requirement set of the engine, such as `"cpu"`.
         module: top-level module of the engine; empty: none.
-        pins: lines of the lock, installed without resolving; empty without a lock.
-        requirements: requirements of core and the plugin, which pip resolves within the pins.
+        pins: lines of the lock file, which pip installs without resolving dependencies; empty without a lock file.
+        requirements: requirements of core and the plugin, which pip resolves with the pins as constraints.
         python: implementation and minor version of this process, such as `"cpython 3.11"`.
         prepare: `"module:function"` of the plugin, called before the import of the engine's module; empty: none.
         engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is started.
@@ -50,13 +53,13 @@ class RuntimeRecipe:
 
     @property
     def key(self) -> str:
-        """Hexadecimal key of everything that is installed."""
+        """Hexadecimal hash of everything that determines the installed packages."""
         installed = {name: value for name, value in asdict(self).items() if name not in ("prepare", "engine")}
         return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """Default name of a runtime of this recipe. Every recipe has a different name."""
+        """Default name of a runtime of this recipe. Recipes with different keys have different names."""
         return default_name(self.backend, self.variant, self.key)
 
 
@@ -69,7 +72,7 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
     """Return the recipe of an engine's runtime from one of its requirement sets, such as `"cpu"`. Raises
     `RuntimeProblem` if the engine has no requirement set of that name."""
     if variant not in record.runtimes:
-        names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
+        names = f"available: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it declares none"
         raise RuntimeProblem(f"engine {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
     requirement_set = record.runtimes[variant]
     ray = ray_version()
@@ -92,7 +95,7 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
 
 
 def python_of_this_process() -> str:
-    """Return the implementation and minor version, which all processes of a run must share."""
+    """Return Python's implementation and minor version, which must be the same in all processes of a run."""
     return f"{platform.python_implementation().lower()} {sys.version_info[0]}.{sys.version_info[1]}"
 
 
@@ -102,7 +105,7 @@ def ray_version() -> str:
 
 
 def find_plugin(record: Backend) -> str | None:
-    """Return the distribution of the plugin with an engine; None for core's own."""
+    """Return the name of the distribution whose plugin provides an engine; None if core provides the engine."""
     package = record.engine.partition(":")[0].partition(".")[0]
     for entry_point in find_entry_points():
         if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
@@ -111,7 +114,7 @@ def find_plugin(record: Backend) -> str | None:
 
 
 def _read_pins(lock: str) -> list[str]:
-    """Read the pins of a lock, `"package:file"`."""
+    """Read the pins of the lock file `lock`, which is given as `"package:file"`."""
     package, _, file = lock.partition(":")
     try:
         text = resources.files(package).joinpath(file).read_text(encoding="utf-8")
@@ -122,14 +125,14 @@ def _read_pins(lock: str) -> list[str]:
 
 
 def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
-    """Replace the lock's Ray by the driver's, because all processes of a cluster need the same version."""
+    """Replace the lock file's version of Ray by the driver's version. All processes of a cluster need the same Ray."""
     from packaging.requirements import Requirement
 
     return [f"ray=={ray}" if Requirement(line).name.lower() == "ray" else line for line in lines]
 
 
 def _third_party(distribution: str) -> list[str]:
-    """Return a distribution's requirements, without extras, enginehouse's own, and packages that no worker needs."""
+    """Return the third-party requirements of a distribution, without extras and packages that no worker needs."""
     from packaging.requirements import Requirement
 
     first_party = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}

@@ -1,7 +1,7 @@
-"""The note of a process beside the runtime that it makes, with its process id and start time.
+"""The note beside a runtime that is being made. It holds process id and start time of the process that makes it.
 
-Other processes that wait for the runtime report the note. If the maker was killed, the next maker ends the command that
-it left running.
+Other processes that wait for the runtime show the note. If the maker was killed, the next maker ends the command that
+the killed maker left running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from enginehouse.runtimes.store import runtimes_folder
 
 END_SECONDS = 10.0
-"""Time that a process has to end after a signal, before a stronger signal."""
+"""Time in seconds that a process has to end after a signal, before it gets a stronger signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class RuntimeMaker:
     """A process that makes a runtime.
 
     Attributes:
-        since: time of its start, in seconds since the epoch.
-        step: process id of its current command, which leads its own process group; 0: none.
-        step_created: creation time of the command's process as the system reports it, because a later process may have
-            the same id.
+        since: time at which the process began, in seconds since the epoch.
+        step: process id of its current command, which is also the id of the command's process group; 0: no command.
+        step_created: creation time of the command's process. It identifies the process, because a later process may
+            have the same id.
     """
 
     pid: int
@@ -38,7 +38,7 @@ class RuntimeMaker:
 
     def __str__(self) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(self.since))
-        return f"process {self.pid}, which has been making it since {since}"
+        return f"process {self.pid}, which has been making this runtime since {since}"
 
 
 def note_maker(name: str, since: float, step: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Makes a runtime: a virtual environment of the standard library, filled by pip, and a manifest at the end.
 
-A virtual environment cannot be moved, so it is made in its final place, and does not count as a runtime before its
-manifest is written. One process at a time makes a runtime. Other processes wait for it, and end the remains of a killed
-maker.
+A virtual environment cannot be moved. It is therefore made in its final place, and does not count as a runtime before
+its manifest is written. Only one process at a time makes a runtime, and other processes wait for it. If that process is
+killed, the next process ends the command that it left running.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from enginehouse.runtimes.probe import worker_command
 from enginehouse.runtimes.store import Manifest, Runtime, clear, has_module, lock_runtime, read_runtime, runtimes_folder
 
 Progress = Callable[[str, str], None]
-"""Called with the current step and each line of its output, and first with an empty line."""
+"""Callback for progress. It gets the name of a step with an empty line when the step begins, and then with each line of
+the step's output."""
 
 LINES_IN_ERRORS = 12
 
 STEP_SECONDS = 7200.0
-"""Time limit of a step. One step downloads several gigabytes, over any connection."""
+"""Time limit of a step in seconds. It is long because a step may download several gigabytes."""
 
 WAIT_SECONDS = 2 * STEP_SECONDS
-"""Time limit to wait for another process that makes the same runtime."""
+"""Maximum time in seconds to wait for another process that makes the same runtime."""
 
 _IMPORT = """
 import importlib, json, sys
@@ -59,16 +60,16 @@ def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progr
         progress: called with each step and line of output.
 
     Raises:
-        MakingError: a step failed or exceeded `STEP_SECONDS`, and only its log is left; or another process that makes
-            the runtime exceeded `WAIT_SECONDS`.
+        MakingError: a step failed or took longer than `STEP_SECONDS`, and only its log remains; or another process did
+            not finish the runtime within `WAIT_SECONDS`.
     """
     path = runtimes_folder() / (name or recipe.name)
     report = progress or (lambda step, line: None)
     with lock_runtime(path.name, WAIT_SECONDS, lambda: report(_describe_wait(path.name), "")) as free:
         if not free:
             raise MakingError(
-                f"runtime {path.name!r} was not made: {_describe_wait(path.name)}, without an end after "
-                f"{WAIT_SECONDS:.0f} s. If it hangs, end it; the same command then starts again"
+                f"runtime {path.name!r} was not made: gave up {_describe_wait(path.name)}, after {WAIT_SECONDS:.0f} s. "
+                "If that process hangs, end it and run the same command again"
             )
         end_left_step(path.name)
         note_maker(path.name, time.time())
@@ -97,11 +98,11 @@ def _rebuild(path: Path, recipe: RuntimeRecipe, report: Progress) -> Runtime:
 
 
 def _describe_wait(name: str) -> str:
-    return f"waiting for {read_maker(name) or 'another process that makes or removes it'}"
+    return f"waiting for {read_maker(name) or 'another process that makes or removes this runtime'}"
 
 
 def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
-    """Return True if the interpreter and the engine still exist."""
+    """Return True if the runtime's interpreter and the engine's module still exist."""
     return runtime.python.exists() and (not manifest.module or has_module(runtime, manifest.module))
 
 
@@ -120,9 +121,9 @@ def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
     if recipe.pins:
         lock = path / "lock.txt"
         lock.write_text("".join(f"{line}\n" for line in recipe.pins))
-        steps.run("install what the lock pins", [*pip, "--no-deps", "-r", str(lock)])
+        steps.run("install the packages of the lock file", [*pip, "--no-deps", "-r", str(lock)])
         within = ["-c", str(lock)]
-    steps.run("install what enginehouse needs" if within else "install", [*pip, *within, "-r", str(written)])
+    steps.run("install enginehouse's requirements" if within else "install", [*pip, *within, "-r", str(written)])
     versions = {}
     if recipe.module:
         overlay = str(make_overlay().path) if recipe.prepare else None
@@ -131,7 +132,7 @@ def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
         )
         versions["engine"] = json.loads(output[-1])
     if recipe.engine:
-        steps.run("start what a worker starts", worker_command(python, recipe), str(make_overlay().path))
+        steps.run("test the imports of a worker", worker_command(python, recipe), str(make_overlay().path))
     packages = [str(read_runtime(path).packages)]
     for name in ("ray", "torch", "transformers"):
         if (version := installed_version(name, packages)) is not None:
@@ -145,7 +146,7 @@ def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
 
 
 def _has_pip_for_others() -> bool:
-    """Return True if the pip of this environment can fill another environment, which then needs no pip."""
+    """Return True if the pip of this environment can install into another environment, which then needs no pip."""
     from packaging.version import Version
 
     version = installed_version("pip")
@@ -208,14 +209,14 @@ class _Steps:
 
 
 def _variables(path: str | None) -> dict[str, str]:
-    """Return a step's environment variables, without those that direct pip or an import to another environment."""
+    """Return a step's environment variables, without variables that direct pip or imports to another environment."""
     astray = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "VIRTUAL_ENV")
     variables = {name: value for name, value in os.environ.items() if name not in astray}
     return variables if path is None else variables | {"PYTHONPATH": path}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a step and its children, which may outlive it."""
+    """End a step's process and all its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

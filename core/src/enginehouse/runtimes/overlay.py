@@ -1,8 +1,8 @@
 """An overlay: a folder of links to the driver's core and plugins, from which a worker in another runtime imports them.
 
-So both sides of a run have the same core, installed from a wheel or editable, and a changed plugin needs no new
-runtime. The folder comes first in the worker's `PYTHONPATH`. It does not contain the driver's other packages, which the
-worker must not see.
+The driver and its workers therefore run the same core, installed from a wheel or editable. A changed plugin needs no
+new runtime. The folder comes first in the worker's `PYTHONPATH`. It does not contain the driver's other packages, which
+the worker must not import.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from enginehouse.plugin.loaded import CORE
 from enginehouse.runtimes.store import clear, runtimes_folder
 
 KEPT_SECONDS = 86400.0
-"""Time that an overlay with dead links stays after a program last began to use it."""
+"""Time in seconds for which an overlay with dead links is kept after a program last began to use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A folder of links."""
+    """A folder of links. `links` maps the name of each link to its target."""
 
     path: Path
     links: Mapping[str, str]
@@ -89,7 +89,8 @@ def _links() -> dict[str, str]:
 
 
 def _module_links(module: str) -> dict[str, str]:
-    """Return a link to a top-level module in the place where this process finds it, without importing it."""
+    """Return the name and the target of the link to a top-level module: the path from which this process would import
+    it. Empty if the module is not found."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

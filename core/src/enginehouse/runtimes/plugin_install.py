@@ -25,7 +25,7 @@ def install_plugin(name: str) -> str:
         One line that names the installed plugin and its source.
 
     Raises:
-        RuntimeProblem: this Python environment cannot be written, or has no pip. The message has the command to run.
+        RuntimeProblem: this Python environment cannot be written, or has no pip. The message names the command to run.
         MakingError: pip failed.
     """
     packages, source = plugin_source(name)

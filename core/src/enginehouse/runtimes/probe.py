@@ -13,7 +13,7 @@ from enginehouse.runtimes.ingredients import RuntimeRecipe, python_of_this_proce
 from enginehouse.runtimes.overlay import make_overlay
 
 PROBE_SECONDS = 60.0
-"""Time limit of an interpreter's answer, which usually takes a tenth of a second."""
+"""Time limit in seconds for the answer of an interpreter, which usually takes a tenth of a second."""
 
 _QUESTION = """
 import json, platform, sys
@@ -29,7 +29,7 @@ print(json.dumps({"python": python, "ray": version("ray"), "path": [path for pat
 
 
 WORKER_SECONDS = 300.0
-"""Time limit of a worker's imports, because an engine's libraries are read from a disk."""
+"""Time limit in seconds for a worker's imports. It is long because the libraries of an engine are read from disk."""
 
 WORKER = """
 import importlib, sys, types
@@ -59,8 +59,8 @@ class ProbeResult:
 
 @lru_cache
 def probe(python: str) -> ProbeResult:
-    """Ask an interpreter for its versions. Answers are cached in this process. Raises `RuntimeProblem` if the
-    interpreter cannot be started, or does not answer like a Python interpreter."""
+    """Ask an interpreter for its versions. Answers are cached in this process. Raises `RuntimeProblem` if `python`
+    cannot be started, or does not answer as a Python interpreter would."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         ran = subprocess.run(
@@ -82,25 +82,25 @@ def check_interpreter(python: str) -> ProbeResult:
     result = probe(python)
     wrong = []
     if result.python != python_of_this_process():
-        wrong.append(f"its Python is {result.python}, the driver's {python_of_this_process()}")
+        wrong.append(f"its Python is {result.python}, but the driver's is {python_of_this_process()}")
     if result.ray != ray_version():
-        wrong.append(f"its Ray is {result.ray}, the driver's {ray_version()}")
+        wrong.append(f"its Ray is {result.ray}, but the driver's is {ray_version()}")
     if wrong:
         raise RuntimeProblem(
-            f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Both sides need the same: make an "
-            "environment with `enginehouse runtime create ENGINE`, or install that version there"
+            f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Workers need the driver's versions: make "
+            "an environment with `enginehouse runtime create ENGINE`, or install the driver's version there"
         )
     return result
 
 
 def worker_command(python: str, recipe: RuntimeRecipe) -> list[str]:
-    """Return the command that makes all imports of a runtime's worker. It needs an overlay in `PYTHONPATH`."""
+    """Return the command that runs all imports of a worker in a runtime. `PYTHONPATH` must contain an overlay."""
     return [python, "-P", "-c", WORKER, recipe.engine, recipe.prepare]
 
 
 def check_worker(python: str, recipe: RuntimeRecipe) -> None:
-    """Make all imports of a runtime's worker. Raises `RuntimeProblem` if an import fails. The message has the last line
-    of output, which is the exception."""
+    """Run all imports of a worker in a runtime. Raises `RuntimeProblem` if an import fails. The message contains the
+    last line of output, which is the exception."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables["PYTHONPATH"] = str(make_overlay().path)
     try:
@@ -109,7 +109,7 @@ def check_worker(python: str, recipe: RuntimeRecipe) -> None:
             capture_output=True, text=True, timeout=WORKER_SECONDS, env=variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeProblem(f"no worker starts in it: {error}") from error
+        raise RuntimeProblem(f"a worker cannot start in this runtime: {error}") from error
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
-        raise RuntimeProblem(f"no worker starts in it: {last}")
+        raise RuntimeProblem(f"a worker cannot start in this runtime: {last}")

@@ -11,7 +11,10 @@ from enginehouse.runtimes.variant import detect_variant
 
 
 def runtime_instead(manager: PluginManager, record: Record) -> str | None:
-    """Return the name of the runtime of an engine whose requirements this environment lacks; else None."""
+    """Return the name of the runtime that an engine uses because this environment lacks its requirements.
+
+    None if the engine needs no runtime, or if it has no usable runtime.
+    """
     if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
         return None
     try:
@@ -21,8 +24,8 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """Return the state of a plugin, including its records' requirements. A complete runtime of an engine also meets its
-    requirements. Core's own plugins need extras, which are optional."""
+    """Return the state of a plugin. It is `"requirements missing"` if a record lacks requirements in this environment,
+    and no runtime meets them. Core's own plugins may lack requirements, because their extras are optional."""
     if plugin.status != "ok" or plugin.internal:
         return plugin.status
     lacking = [

@@ -33,14 +33,14 @@ Word = Literal["ok", "stale", "broken", "half-made", "being made"]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description that a runtime contains.
+    """The description of a runtime, which is stored in the runtime's folder.
 
     Attributes:
-        variant: requirement set of the engine from which it was made.
+        variant: name of the engine's requirement set from which the runtime was made.
         module: top-level module of the engine; empty: none.
         python: implementation and minor version, such as `"cpython 3.11"`.
         versions: versions of the engine (`"engine"`), `python`, `ray`, `torch` and `transformers`, if installed.
-        made: time at which it was made, ISO 8601 in UTC.
+        made: time at which the runtime was made, ISO 8601 in UTC.
     """
 
     backend: str
@@ -79,7 +79,7 @@ class Runtime:
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path), "platbase": str(self.path)}))
 
     def size(self) -> int:
-        """Return the bytes on disk."""
+        """Return the size of the runtime on disk in bytes."""
         return sum(path.lstat().st_size for path in self.path.rglob("*"))
 
 
@@ -143,12 +143,12 @@ def find_runtime(name: str) -> Runtime:
     names = [runtime.name for runtime in runtimes if runtime.manifest and runtime.manifest.backend == name]
     if names:
         raise RuntimeProblem(
-            f"no runtime {name!r} in {runtimes_folder()}: that is an engine, whose runtimes are {', '.join(names)}. "
-            "`own` stands for the one that fits this machine; or name one"
+            f"no runtime {name!r} in {runtimes_folder()}: {name!r} is an engine, whose runtimes are "
+            f"{', '.join(names)}. Use the name of a runtime, or `own` for the engine's runtime that fits this machine"
         )
     raise RuntimeProblem(
         f"no runtime {name!r} in {runtimes_folder()}. {nearest(name, [runtime.name for runtime in runtimes])}. "
-        "`enginehouse runtime create ENGINE` makes one"
+        "Create a runtime with `enginehouse runtime create ENGINE`"
     )
 
 
@@ -156,12 +156,13 @@ def remove_runtime(runtime: Runtime) -> None:
     """Delete a runtime. Raises `RuntimeProblem` if another process is making it."""
     with lock_runtime(runtime.name) as free:
         if not free:
-            raise RuntimeProblem(f"runtime {runtime.name!r} is being made by another process; not removed")
+            raise RuntimeProblem(f"runtime {runtime.name!r} cannot be removed: it is being made by another process")
         clear(runtime.path)
 
 
 def clear(path: Path) -> None:
-    """Delete a runtime's folder, its manifest first, so that an interrupted deletion leaves no complete runtime."""
+    """Delete a runtime's folder. The manifest is deleted first, so that a runtime whose deletion was interrupted counts
+    as incomplete."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -169,10 +170,10 @@ def clear(path: Path) -> None:
 
 @contextmanager
 def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Keep other processes from making or removing the runtime `name`. Yield False if another process does so.
+    """Keep other processes from making or removing the runtime `name`. Yield False if another process is doing so.
 
     Args:
-        seconds: time to wait for the other process before False is yielded.
+        seconds: maximum time to wait for the other process.
         waiting: called every second during the wait.
     """
     from filelock import FileLock, Timeout
@@ -181,8 +182,8 @@ def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = 
         runtimes_folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeProblem(
-            f"runtimes are kept in {runtimes_folder()}, which cannot be made: {error.strerror}. "
-            "ENGINEHOUSE_RUNTIMES names another folder"
+            f"cannot create the folder of runtimes {runtimes_folder()}: {error.strerror}. Set ENGINEHOUSE_RUNTIMES to "
+            "another folder"
         ) from error
     lock = FileLock(runtimes_folder() / f".{name}.lock")
     deadline = time.monotonic() + seconds
@@ -206,23 +207,24 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
     """Find a runtime's state without starting its interpreter.
 
     Args:
-        record: current record of its engine; None if no installed plugin declares it.
+        record: current record of the runtime's engine; None if no installed plugin declares the engine.
     """
     manifest = runtime.manifest
     if manifest is None:
         with lock_runtime(runtime.name) as free:
             pass
         if not free:
-            return RuntimeState("being made", "another process makes it just now")
-        return RuntimeState("half-made", "its making was cut short", _remove_command(runtime))
+            return RuntimeState("being made", "another process is making or removing it")
+        return RuntimeState("half-made", "its creation was interrupted", _remove_command(runtime))
     remade = remake_command(runtime, manifest)
     if not runtime.python.exists():
         return RuntimeState("broken", f"its interpreter is gone: {runtime.python}", remade)
     if manifest.python != python_of_this_process():
-        return RuntimeState("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", remade)
+        problem = f"its Python is {manifest.python}, but the driver's is {python_of_this_process()}"
+        return RuntimeState("broken", problem, remade)
     ray = installed_version("ray", [str(runtime.packages)]) or "absent"
     if ray != ray_version():
-        return RuntimeState("broken", f"its Ray is {ray}, and the driver's {ray_version()}", remade)
+        return RuntimeState("broken", f"its Ray is {ray}, but the driver's is {ray_version()}", remade)
     if manifest.module and not has_module(runtime, manifest.module):
         return RuntimeState("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
@@ -236,12 +238,13 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
             _remove_command(runtime),
         )
     if make_recipe(record, manifest.variant).key != manifest.key:
-        return RuntimeState("stale", f"engine {record.name!r} asks for other versions by now", remade)
+        return RuntimeState("stale", f"engine {record.name!r} now requires other versions", remade)
     return RuntimeState("ok")
 
 
 def remake_command(runtime: Runtime, manifest: Manifest) -> str:
-    """Return the commands that rebuild a runtime, with its name if the name is not the default."""
+    """Return the commands that rebuild a runtime. They include `--name` if the runtime does not have the default
+    name."""
     again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
     chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)
     return f"{_remove_command(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"

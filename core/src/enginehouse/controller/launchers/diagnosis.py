@@ -28,10 +28,10 @@ from enginehouse.controller.ray_access import is_alive
 CONTROL_SECONDS = 2.0
 """Time limit for a process to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
-"""Time limit to report the last progress. It is longer, because without an answer from a busy process its call
-fails."""
+"""Time limit in seconds for a process to report its last progress. It is longer than `CONTROL_SECONDS`, because a call
+fails if the busy process does not answer."""
 MOST_CHARACTERS = 600
-"""Limit of Ray's text about a death in a message. The error's cause has the whole text."""
+"""Maximum length of Ray's text about a dead process in a message. The error's cause has the whole text."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
 
@@ -41,7 +41,7 @@ _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILIN
 
 @dataclass(kw_only=True, eq=False)
 class Diagnosis:
-    """One failed call.
+    """A failed or late call, and the search for the cause.
 
     Attributes:
         timeout: deadline of the call, seconds.
@@ -87,7 +87,8 @@ class Diagnosis:
         return raised[first].to_error(" ".join(notes))
 
     def late(self) -> WorkerError:
-        """Return the error of a call whose deadline passed: a death if there is one, else the late ranks' stacks."""
+        """Return the error of a call whose deadline passed. It describes a dead rank if there is one, and otherwise
+        contains the stacks of the late ranks."""
         raised, deaths = self._outcomes()
         late = self.unfinished()
         # late ranks may wait for a rank that ended its call and then died, maybe with its node
@@ -102,7 +103,7 @@ class Diagnosis:
         site = self._site(rank)
         message = f"{site}: {self.method!r} {did} {self.timeout:g} s"
         if self.only_slow:
-            message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not get here in time"
+            message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not arrive here in time"
         elif len(self.refs) > 1:
             message += f"; late rank(s): {', '.join(map(str, late))}, ended: {', '.join(map(str, ended)) or 'none'}"
         for late_rank in late[:4]:
@@ -124,7 +125,7 @@ class Diagnosis:
         return [rank for rank, ref in self.refs.items() if ref in busy]
 
     def idle_seconds(self) -> float:
-        """Return the seconds since an unfinished rank made progress; infinite if no rank reports any."""
+        """Return the seconds since an unfinished rank made progress; infinite if no rank reports progress."""
         import ray
 
         asked = [self.actors[rank].idle_seconds.remote() for rank in self.unfinished()]
@@ -137,7 +138,7 @@ class Diagnosis:
         return min(seconds)
 
     def _outcomes(self) -> tuple[dict[int, WorkerFailure], dict[int, str]]:
-        """Return the errors and the deaths of ranks, each by rank."""
+        """Return the errors that ranks raised, and the causes of death of dead ranks, both by rank."""
         import ray
 
         raised: dict[int, WorkerFailure] = {}
@@ -180,7 +181,8 @@ class Diagnosis:
         return failure
 
     def _deaths(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the deaths among `ranks`. Processes of other nodes are asked on their control lanes."""
+        """Return the causes of death of those `ranks` that are dead. Processes on other nodes are asked on their
+        control lanes."""
         import ray
 
         asked = {rank: self.actors[rank].ping.remote() for rank in ranks if rank not in self.local}
@@ -265,12 +267,12 @@ def _working_threads(stacks: str) -> str:
 
 
 def describe_death(text: str) -> str:
-    """Shorten Ray's text about a death: drop its advice, and keep the exception at the end of a traceback."""
+    """Shorten Ray's text about a dead process: drop its advice, and keep the exception at the end of a traceback."""
     text = text.split("Some common causes", 1)[0].strip()
     words = " ".join(text.split())
     if "is temporarily unavailable:" in words:  # Ray's text for a while after the other end has gone
         words = words.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
-        return f"the connection to it broke, maybe with its node: {words}"[:MOST_CHARACTERS]
+        return f"the connection to the process broke; maybe its node has failed: {words}"[:MOST_CHARACTERS]
     for start in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
         if start in words:
             words = words.split(start, 1)[1].strip()
@@ -320,7 +322,7 @@ def _faulthandler_stacks(place: WorkerPlace) -> str:
 
 
 def _py_spy_stacks(pid: int) -> str:
-    """Return the stacks from py-spy, if it is installed and has the permission."""
+    """Return the stacks that py-spy prints; empty if py-spy is not installed or not permitted to read the process."""
     program = shutil.which("py-spy")
     if program is None:
         return ""

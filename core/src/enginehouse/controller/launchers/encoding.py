@@ -1,7 +1,7 @@
 """Encodes the arguments of a call for Ray actors.
 
-Small arguments travel inside the call. A large argument of several ranks is stored once, and ranks on a node read it
-without a copy. A `Future` of one object travels as a reference, and a `DistributedBatch` as an `Assembly`.
+Small arguments are sent inside the call. A large argument of several ranks is stored once, and ranks on a node read it
+without a copy. A `Future` of one object is sent as a reference, and a `DistributedBatch` as an `Assembly`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginehouse.controller.launchers.host import Keep, Shared
 from enginehouse.errors import first_line
 
 STORE_BYTES = 64 * 1024
-"""Least size of an argument of several ranks that is stored once."""
+"""Size in bytes from which an argument of several ranks is stored once."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -73,7 +73,8 @@ def encode(
 def _encode_plain(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """Pickle arguments once for all ranks that get them, an eighth faster, because Ray sends bytes unchanged."""
+    """Pickle arguments once for all ranks that get the same arguments. This is an eighth faster, because Ray sends
+    bytes unchanged."""
     pickled: dict[tuple[int, Keep], bytes] = {}
     encoded: list[tuple[Any, ...] | None] = []
     for rank, call in enumerate(calls):
@@ -107,7 +108,8 @@ def _is_plain(call: Call) -> bool:
 
 
 def payload_bytes(value: Any, depth: int = 3) -> int:
-    """Estimate the bytes of arrays (by `nbytes`), strings and containers of these; 0 for other objects."""
+    """Estimate the size in bytes of arrays (by `nbytes`), strings, and containers of arrays and strings. Other objects
+    count 0."""
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size

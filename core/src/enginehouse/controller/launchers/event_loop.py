@@ -76,7 +76,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
-            log.error("a task that nobody waits for raised %s; it is over, and all others go on", repr(error))
+            log.error("a task that nobody waits for raised %s; it has ended, and all others continue", repr(error))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Exceptions on the way from a worker to the controller. They are plain data with the pickled exception inside."""
+"""Representation of exceptions that are sent from a worker to the controller: plain data and the pickled exception."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerFailure(Exception):
     Attributes:
         pickled: the pickled exception; None if it does not pickle.
         log_lines: last log lines of the worker, oldest first.
-        at: `time.time()` of the exception, to find the first of several.
+        at: `time.time()` of the exception, to find the first of several exceptions.
     """
 
     site: CallSite
@@ -71,7 +71,7 @@ class WorkerFailure(Exception):
 
 
 class SourceDied(WorkerFailure):
-    """Raised if an argument is the output of a process that died. `site` is that process."""
+    """Raised if an argument is the output of a process that died. `site` describes that process and its call."""
 
     def to_error(self, note: str = "") -> WorkerError:
         message = f"{self.site}: the process died during {self.site.method!r}: {self.text}" + (note and f"\n{note}")
@@ -88,7 +88,7 @@ def wrap_error(error: BaseException, site: CallSite) -> WorkerError:
 
 def cut_off_error(ended: str, site: CallSite) -> WorkerDied:
     """Make the error of a call that still ran when its group was ended on purpose. `ended` is the reason."""
-    message = f"{site}: {site.method!r} had not ended when its group was: {ended}"
+    message = f"{site}: {site.method!r} had not ended when its group was ended: {ended}"
     return WorkerDied(message, **site._asdict())
 
 

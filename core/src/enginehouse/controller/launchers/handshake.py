@@ -1,7 +1,7 @@
 """Checks that a worker and the driver have compatible versions, before the worker builds any object.
 
-Workers of one group may run in another Python environment. Both sides read each other's data, so they need the same
-Python minor version, Ray version, wire format and plugin contract.
+Workers may run in another Python environment than the driver. Worker and driver read each other's data. They therefore
+need the same Python minor version, Ray version, wire format and plugin contract.
 """
 
 from __future__ import annotations
@@ -37,21 +37,29 @@ def read_identity() -> Identity:
 
 
 def check_identity(group: str, rank: int, identity: Any) -> None:
-    """Compare a worker's identity with this process's. An enginehouse that is too old to report an identity gives None.
-    Raises `ControllerError` if the versions differ; the message names both sides' versions."""
+    """Compare the identity of a worker with that of this process.
+
+    Args:
+        identity: the worker's identity; None if its version of enginehouse is too old to report an identity.
+
+    Raises:
+        ControllerError: the versions differ. The message names the versions of both processes.
+    """
     here = read_identity()
     if not isinstance(identity, Identity):
-        differences = ["it runs an enginehouse that is older than runtimes are"]
+        differences = ["its version of enginehouse is too old to run in a runtime"]
         where = "its interpreter"
     else:
         where = identity.interpreter
         differences = [
-            f"{WORDS[field.name]} is {getattr(identity, field.name)} there and {getattr(here, field.name)} here"
+            f"{WORDS[field.name]} is {getattr(identity, field.name)} in the worker, but {getattr(here, field.name)} in "
+            "the driver"
             for field in fields(Identity)
             if field.name in WORDS and getattr(identity, field.name) != getattr(here, field.name)
         ]
     if differences:
         raise ControllerError(
-            f"{group} rank {rank} cannot work with this driver: {'; '.join(differences)} (there: {where}; here: "
-            f"{here.interpreter}). `enginehouse runtime doctor` says which runtimes fit, and what cures the others"
+            f"{group} rank {rank} cannot work with this driver: {'; '.join(differences)} (worker: {where}; driver: "
+            f"{here.interpreter}). `enginehouse runtime doctor` shows which runtimes are usable, and how to repair the "
+            "others"
         )

@@ -1,8 +1,9 @@
 """The Ray actor of a worker process, which holds the objects of the process's roles and runs their methods.
 
 Calls run in four lanes, which are Ray concurrency groups. Sync methods run on one thread in call order (the default
-group). Async methods run on the process's event loop, while a thread of group `loop` waits for each. A thread of group
-`urgent` waits for an urgent call, so that it also runs when all threads of `loop` wait. Group `control` always answers.
+group). Async methods run on the process's event loop, while a thread of the group `loop` waits for each of them. Urgent
+calls have threads in the group `urgent`, and therefore run even when all threads of `loop` wait. The group `control`
+answers even while a method runs.
 """
 
 from __future__ import annotations
@@ -36,19 +37,21 @@ STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 """Signal on which a worker writes its threads' stacks to its log, even while native code holds the interpreter lock."""
 
 SWITCH_SECONDS = 0.0005
-"""Time that a thread of a worker keeps the interpreter while another thread waits for it. Lanes, event loop and engine
-share the interpreter. With Python's default of 5 ms, a switch between them can take longer than a short call's work."""
+"""Time in seconds that a thread of a worker keeps the interpreter while another thread waits for it. Lanes, event loop
+and engine share the interpreter. With Python's default of 5 ms, a switch of threads can take longer than a short
+call."""
 
 VISIBLE, LEFT_AS_THEY_ARE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Environment variables: the GPUs that a process sees, and the setting that stops Ray from changing them."""
 
 Keep = Literal["nothing", "whole", "split"]
-"""Part of a result that comes back. `"split"` returns a batch as two Ray objects, its facts and its rows."""
+"""Part of a result that comes back. `"split"` returns a batch as two Ray objects: its `ShardFacts` and its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Placeholder in a call's arguments for value `index` of the values beside the call, stored once for all ranks."""
+    """Placeholder in a call's arguments for a value that is stored once for all ranks. `index` is the value's place in
+    the argument `shared` of `Host.call`."""
 
     index: int
 
@@ -57,8 +60,8 @@ class Shared:
 class OutputReference:
     """Placeholder in a call's arguments for the output of a call that may still run.
 
-    Ray does not wait for a reference inside another object. So the thread that runs the call waits for the output,
-    calls keep their order, and the control lane stays free.
+    Ray does not wait for a reference inside another object. The thread that runs the call therefore waits for the
+    output. Calls keep their order, and the control lane stays free.
     """
 
     reference: Any
@@ -91,7 +94,7 @@ class Facts:
         pid: process id on the node.
         log_files: log files on the node, errors first.
         started: `time.time()` of the process's start, to distinguish it from a later process with the same id.
-        devices: numbers, on the node, of the GPUs that Ray assigned.
+        devices: the node's numbers of the GPUs that Ray assigned to the process.
     """
 
     node: str
@@ -154,7 +157,8 @@ class Host:
         variables: Mapping[str, str],
         paths: list[str],
     ) -> dict[str, Mesh | None]:
-        """Build the object of every role and return their meshes. `paths` are the driver's own import paths."""
+        """Build the object of every role and return the objects' meshes. `paths` are the driver's import paths of the
+        user's code."""
         from ray import cloudpickle
 
         os.environ.update(variables)

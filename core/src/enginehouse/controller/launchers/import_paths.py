@@ -1,4 +1,4 @@
-"""Finds the driver's import paths that its workers also need, which are those of the user's own code."""
+"""Finds the driver's import paths that its workers also need: the paths of the user's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]
     """Return the directories of `paths` (`sys.path`) that do not belong to the Python environment, as absolute paths.
 
     Args:
-        elsewhere: the worker runs in another Python environment, so folders of installed packages are left out too.
+        elsewhere: True if the worker runs in another Python environment. Folders of installed packages are then left
+            out too.
     """
     environment = _environment()
     return [

@@ -1,7 +1,7 @@
-"""A group in this process, for a debugger. It has one rank and the same semantics, but no deadlines.
+"""A group in this process, for a debugger. It has one rank and behaves like a group on Ray, but has no deadlines.
 
-A worker's exception raises a `RemoteError`, as with Ray. Its cause is the exception itself with its traceback, so that
-a debugger finds the place of the error.
+An exception of a worker becomes a `RemoteError`, as with Ray. The cause of the `RemoteError` is the exception itself
+with its traceback, so that a debugger finds the place of the error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class InlineCall:
 
     Args:
         keep: True if the result is collected.
-        origin: origin of the shard that replaces a returned batch; None returns the batch itself.
-        make_error: makes the error to raise for an exception.
+        origin: origin of the shard that replaces a returned batch; None: the batch itself is returned.
+        make_error: function that makes the error to raise for an exception.
     """
 
     deadline = float("inf")
@@ -76,10 +76,10 @@ class InlineCall:
         self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
 
     def look(self) -> None:
-        """Do nothing, because only this process could be lost."""
+        """Do nothing, because the call runs in this process and not on Ray."""
 
     def hurry(self) -> None:
-        """Do nothing, because this process ends in its normal way."""
+        """Do nothing, because there are no other processes to end."""
 
     def reference(self, rank: int) -> Any:
         return None
@@ -96,7 +96,7 @@ class InlineProcesses:
     def __init__(self, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
         if pool is not None and pool.world_size != 1:
             raise ControllerError(
-                f"{options.name}: the inline launcher runs one process, and pool {pool.name!r} has {pool.world_size}; "
+                f"{options.name}: the inline launcher runs one process, but pool {pool.name!r} has {pool.world_size}; "
                 'use launcher="ray" or a pool of [1]'
             )
         self.roles = dict(roles)
@@ -139,7 +139,7 @@ class InlineProcesses:
         keeps_back: bool = False,
         patient: bool = False,
     ) -> InlineCall:
-        """Run a method to its end, or only start an async method whose lane is not the main lane."""
+        """Run a method to its end. Only an async method whose lane is not the main lane is started without waiting."""
         if self._broken is not None:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
         assert calls[0] is not None

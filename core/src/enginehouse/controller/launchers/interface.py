@@ -1,4 +1,4 @@
-"""The contract between a worker group and its processes, for every launcher."""
+"""The interface between a worker group and its processes, which every launcher implements."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class PendingCall(Protocol):
         """Return True if every rank has ended, or the call is overdue."""
 
     def overdue(self) -> bool:
-        """Return True if the deadline has passed. If a rank of a patient call has made progress, the deadline is
-        postponed instead. The check may take seconds."""
+        """Return True if the deadline has passed. If the call was submitted with `patient` and a rank has made progress
+        since, postpone the deadline and return False. The check may take seconds."""
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """Call `callback` once, from any thread, with True when every rank has succeeded or False when a rank has
@@ -86,10 +86,11 @@ class PendingCall(Protocol):
         """Check that the called processes still exist. Raises `ClusterLost` if Ray is about to end."""
 
     def hurry(self) -> None:
-        """Note that the wait was interrupted, so that the processes may not end in order within the usual time."""
+        """Record that the wait was interrupted. A shutdown then waits only briefly for workers that are still busy."""
 
     def reference(self, rank: int) -> Any:
-        """Return a placeholder for one rank's output in another call's arguments; None if there is none."""
+        """Return a placeholder for one rank's output in another call's arguments; None if the launcher has no
+        placeholders."""
 
 
 class WorkerProcesses(Protocol):
@@ -128,12 +129,12 @@ class WorkerProcesses(Protocol):
             calls: arguments of each rank; None for a rank that is not called.
             keep: ranks whose results come back.
             timeout: deadline in seconds.
-            keeps_back: batches stay on the workers, and a `Shard` comes back for each.
-            patient: the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).
+            keeps_back: True if batches stay on the workers. A `Shard` comes back for each batch.
+            patient: True if the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).
         """
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
-        """Return the mesh of each rank, as `__init__` or the last refresh left it."""
+        """Return the mesh of each rank, as read after the workers' `__init__`, or at the last refresh."""
 
     def shutdown(self, timeout: float) -> None:
         """Call the workers' own `shutdown`, and end the processes within about `timeout` seconds."""

@@ -1,8 +1,9 @@
 """Checks that every node of a group has, at the same paths, the files that its workers are started from or read.
 
-A worker in another Python environment runs that environment's interpreter, and imports core and plugins by links to the
-driver's. If a file is missing, Ray restarts the process without a message until a deadline. Models lie where the driver
-resolved them: in the hub client's cache, in the cache of models converted from GGUF, or at a path.
+A worker in another Python environment runs that environment's interpreter, and imports core and plugins through links
+to the driver's files. If a file is missing, Ray restarts the process without a message until a deadline. A worker reads
+a model from the directory that the driver found: in the hub client's cache, in the cache of models converted from GGUF,
+or at a path of the config.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from enginehouse.runtimes.store import runtimes_folder
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 60.0
-"""Time limit for a node to answer. After it, the start of its workers must report a missing file."""
+"""Time limit in seconds for a node to answer. If a node does not answer, a missing file is noticed only when its
+workers start."""
 
 Explain = Callable[[str, str, str], str]
 
 _whole: set[tuple[str, tuple[str, ...]]] = set()
-"""Nodes that have all of some paths, with these paths."""
+"""Pairs of a node and paths. The node was found to have all these paths."""
 
 
 def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths from which workers are started: the interpreter, the import paths, and links in these.
+    """Return the paths from which workers are started: the interpreter, the import paths, and the links in them.
 
     Args:
         env: environment variables of the workers, with `PYTHONPATH`.
@@ -39,8 +41,11 @@ def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def model_paths(directories: Iterable[str]) -> tuple[str, ...]:
-    """Return the directories of models and their weight files, as far as this process has them. The files are listed
-    because a node whose hub client once fetched a tokenizer has the directory but not the weights."""
+    """Return the directories of models and their weight files, as far as they exist in this process.
+
+    The files are listed because a node whose hub client once fetched a tokenizer has the directory, but not the
+    weights.
+    """
     held = [Path(directory) for directory in dict.fromkeys(directories) if os.path.isdir(directory)]
     return tuple(str(path) for model in held for path in (model, *sorted(model.glob("*.safetensors"))))
 
@@ -49,7 +54,7 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
     """Check that each node has all paths.
 
     Args:
-        explain: returns the message for a missing path, from the names of the group, the node and the path.
+        explain: function that gets the group's name, the node and the missing path, and returns the message.
 
     Raises:
         ControllerError: a node lacks a path.
@@ -71,7 +76,7 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
         try:
             missing = ray.get(ref, timeout=1.0)
         except Exception as error:
-            log.info("node %s did not say what it has: %s", asked[ref], error)
+            log.info("node %s did not report which paths exist: %s", asked[ref], error)
             continue
         _refuse(group, asked[ref], missing, explain)
         _whole.add((asked[ref], paths))
@@ -80,18 +85,18 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
 def name_missing_start(group: str, node: str, path: str) -> str:
     """Return the message, with the remedy, for a node without a file that the group's workers are started from."""
     return (
-        f"{group}: node {node} has no {path}, and its workers would be started from it. A node needs the runtimes, and "
-        f"the packages of this process, at the same paths: share {runtimes_folder()} and {sys.prefix} with it, or make "
-        "both there; or set engine.runtime to what all nodes have"
+        f"{group}: node {node} has no {path}, but its workers are started from this path. Every node needs the "
+        f"runtimes and the packages of this process at the same paths: share {runtimes_folder()} and {sys.prefix} with "
+        "the node, create both there, or set engine.runtime to an environment that all nodes have"
     )
 
 
 def name_missing_model(group: str, node: str, path: str) -> str:
     """Return the message, with the remedy, for a node without a model that the group's workers read."""
     return (
-        f"{group}: node {node} has no {path}, and its workers would read it. A node needs every model at the same "
-        "path: put it on a file system that all nodes see (HF_HOME moves models of the hub, XDG_CACHE_HOME those made "
-        "of GGUF), or copy its directory there"
+        f"{group}: node {node} has no {path}, but its workers read this path. Every node needs every model at the same "
+        "path: put the model on a file system that all nodes see (HF_HOME moves models of the hub, XDG_CACHE_HOME "
+        "moves models converted from GGUF), or copy its directory to the node"
     )
 
 
@@ -100,14 +105,14 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]], explain: 
 
     if missing:
         path, target = missing[0]
-        leads = f", which leads to {target}" if target else ""
+        leads = f" (a link to {target})" if target else ""
         address = next((info["NodeManagerAddress"] for info in ray.nodes() if info["NodeID"] == node), node)
         raise ControllerError(explain(group, address, path + leads))
 
 
 def look_for_missing() -> Callable[[Sequence[str]], list[tuple[str, str]]]:
-    """Return a function that lists the missing paths of its node, each with the target of a link. It is a local
-    function, so Ray pickles it by value, because the node may lack this module."""
+    """Return a function that lists the paths that are missing on the node where it runs, each with its target if it is
+    a link. The function is local, so that Ray pickles it by value: the node may lack this module."""
 
     def missing(paths: Sequence[str]) -> list[tuple[str, str]]:
         import os

@@ -32,9 +32,9 @@ from enginehouse.engines.model import ProcessContext
 from enginehouse.errors import first_line
 
 SETTLE_SECONDS = 10.0
-"""Time that a call waits for ranks that are still busy with an earlier call, which failed on another rank."""
+"""Time in seconds that a call waits for ranks that still run an earlier call, which failed on another rank."""
 HURRY_SECONDS = 3.0
-"""Time limit of the workers' shutdown if the group is broken or the run was interrupted."""
+"""Time limit in seconds for the workers' shutdown if the group is broken or the run was interrupted."""
 NO_ARGUMENTS: Call = ((), {})
 
 
@@ -212,7 +212,7 @@ class RayProcesses:
         return self._meshes[role]
 
     def hurry(self) -> None:
-        """Note that a wait was interrupted, so that busy ranks may not end in order within the usual time."""
+        """Record that a wait was interrupted. A shutdown then waits only `HURRY_SECONDS` for busy ranks."""
         self._in_a_hurry = True
 
     def late(self, call: RayCall) -> WorkerError:
@@ -225,7 +225,7 @@ class RayProcesses:
         return error
 
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
-        """Return the error of a call that failed in Ray. A death breaks the group, and an exception does not."""
+        """Return the error of a call that failed in Ray. A rank's death breaks the group, but an exception does not."""
         diagnosis = self._diagnosis(call)
         failure = diagnosis.failed(error)
         if diagnosis.deadly:
@@ -251,7 +251,7 @@ class RayProcesses:
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
         if (why := self.broken) is not None:
-            cure = "" if self._ended else "; the group's restart() brings it back"
+            cure = "" if self._ended else "; restart() makes the group usable again"
             raise GroupClosed(f"{role}.{method} cannot be called any more: {why}{cure}", why)
 
     def _wait_for_stragglers(self, role: str, method: str) -> None:
@@ -265,7 +265,7 @@ class RayProcesses:
         if busy:
             stuck = [rank for rank in ranks if call.refs[rank] in busy]
             self._stuck |= set(stuck)
-            self._broken = f"rank(s) {stuck} are still in {call.role}.{call.method}, which failed on another rank"
+            self._broken = f"rank(s) {stuck} still run {call.role}.{call.method}, which failed on another rank"
             self._refuse_if_broken(role, method)
         self._stragglers = None
 
@@ -311,7 +311,7 @@ class RayProcesses:
         self._kill(patience=2.0)
 
     def _kill(self, patience: float) -> None:
-        """End the processes. Their handles are kept, because futures may still ask for the cause."""
+        """End the processes. The actors' handles are kept, so that a future can still find the cause of an error."""
         remote_facts = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
         elsewhere = [(fact.node_id, fact.pid, fact.started) for fact in remote_facts]
         kill_workers(self._actors, self._local, elsewhere, patience)

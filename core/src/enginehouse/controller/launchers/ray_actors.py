@@ -42,10 +42,11 @@ def start_actors(slots: Sequence[Slot], roles: Mapping[str, WorkerSpec], options
 
 
 def open_lanes(actors: Sequence[Any], splitting: bool = False) -> dict[Lane, list[Any]]:
-    """Make the handles that send calls once, because Ray's options take as long as a call.
+    """Make the handles that send calls, for each lane and rank. They are made only once, because `options` of Ray takes
+    as long as a call.
 
     Args:
-        splitting: results come back in two objects, as `keep_back` splits them.
+        splitting: True if results come back in two objects, as `keep_back` splits them.
     """
     returns: dict[str, Any] = {"num_returns": 2} if splitting else {}
     groups: dict[Lane, dict[str, str]] = {
@@ -60,7 +61,7 @@ def open_lanes(actors: Sequence[Any], splitting: bool = False) -> dict[Lane, lis
 
 
 def open_direct(actors: Sequence[Any], roles: Mapping[str, WorkerSpec]) -> dict[tuple[str, str], list[Any]]:
-    """Return the handles of calls without arguments, by role and method."""
+    """Return the handles that send calls without arguments, by role and method, for each rank."""
     return {
         (role, method): [getattr(actor, _direct_name(role, method)) for actor in actors]
         for role, spec in roles.items()
@@ -123,7 +124,7 @@ def _runtime_env(roles: Mapping[str, WorkerSpec], group: str) -> dict[str, Any]:
     env, pythons = _merge_variables(roles, "env", group), {spec.python for spec in roles.values()}
     if len(pythons) > 1:
         named = sorted(python or "the driver's own" for python in pythons)
-        raise ControllerError(f"{group}: colocated roles want different interpreters: {named}")
+        raise ControllerError(f"{group}: colocated roles cannot use different interpreters: {named}")
     runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
     if (python := pythons.pop()) is not None:
         if os.path.exists(python):  # a path that only other nodes have is checked at the worker's start
@@ -133,10 +134,13 @@ def _runtime_env(roles: Mapping[str, WorkerSpec], group: str) -> dict[str, Any]:
 
 
 def _merge_variables(roles: Mapping[str, WorkerSpec], which: Literal["env", "variables"], group: str) -> dict[str, str]:
-    """Merge the environment variables that the roles' specs have as `which`."""
+    """Merge the environment variables in the attribute `which` of the roles' specs."""
     merged: dict[str, str] = {}
     for role, spec in roles.items():
         for name, value in getattr(spec, which).items():
             if merged.setdefault(name, value) != value:
-                raise ControllerError(f"{group}: roles of one process want different {name} ({role})")
+                raise ControllerError(
+                    f"{group}: colocated roles cannot set different values of the environment variable {name} (as role "
+                    f"{role!r} does)"
+                )
     return merged

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from enginehouse.controller.launchers.ray import RayProcesses
 
 FETCH_SECONDS = 60.0
-"""Time limit to fetch outputs from other nodes, if a call ended in time but its result is requested too late."""
+"""Time limit in seconds to fetch outputs from other nodes, if a call ended in time but its result is requested after
+the deadline."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +35,8 @@ class RayCall:
         timeout: time limit in seconds.
         deadline: time limit of the call, by `time.monotonic`.
         rows: Ray's reference to the batch of each rank whose result was split.
-        harmless: the call may be late, because it waits behind other calls and blocks none.
+        harmless: True if the group does not break when the deadline passes, because the call only waits behind other
+            calls and blocks none of them.
         patient: True if progress of the ranks postpones the deadline.
         put_off: True once the deadline was postponed.
     """
@@ -118,7 +120,7 @@ class RayCall:
         return not ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
 
     def _shard(self, rank: int, value: Any) -> Any:
-        """Replace the facts of a batch in a result by a shard; return any other value unchanged."""
+        """Replace the `ShardFacts` of a batch in a result by a `Shard`; return any other value unchanged."""
         facts = get_last(value)
         if not isinstance(facts, ShardFacts):
             return value

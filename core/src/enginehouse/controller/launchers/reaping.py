@@ -1,4 +1,4 @@
-"""Ends worker processes with their children. Ray's own `kill` ends only an actor's process, and later."""
+"""Ends worker processes with their children. Ray's own `kill` ends only the process of an actor, and takes longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from enginehouse.controller.ray_access import ENDING_SECONDS, ray_access
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 15.0
-"""Time limit for a node to start the task that ends processes. After it, only Ray's own `kill` is used."""
+"""Time limit in seconds for a node to start the task that ends processes. If it does not, only Ray's own `kill` is
+used."""
 
 
 def kill_workers(
@@ -61,7 +62,7 @@ def kill_workers(
 
 
 def end_or_warn(what: str, call: Callable[[], object], seconds: float) -> None:
-    """Make a call by `RayAccess.end`, and only log errors of Ray, so that the other steps of an end still run."""
+    """Make a call through `RayAccess.end`. Errors of Ray are only logged, so that the next steps of a shutdown run."""
     try:
         ray_access.end(what, call, seconds)
     except Exception as error:
@@ -90,7 +91,7 @@ class Ending:
             self._tasks.append(task.options(scheduling_strategy=strategy).remote(on_node, patience))
 
     def wait(self) -> None:
-        """Wait until the processes have ended, but at most `REACH_SECONDS` and `patience`."""
+        """Wait until the processes have ended, but at most `REACH_SECONDS` plus `patience`."""
         import ray
 
         if not self._tasks:

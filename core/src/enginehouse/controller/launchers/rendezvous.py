@@ -1,7 +1,7 @@
 """The rendezvous of `torch.distributed`. Rank 0 binds the port itself, so that no other process can take it first.
 
-Every rank, also rank 0, connects to the store as a client (`TORCHELASTIC_USE_AGENT_STORE`). So plain
-`torch.distributed.init_process_group("gloo")` works in a worker.
+Every rank, also rank 0, connects to the store as a client (`TORCHELASTIC_USE_AGENT_STORE`). Therefore
+`torch.distributed.init_process_group("gloo")` works in a worker without further arguments.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 
 
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
-    """Open the store on a free port, and return the store, which the caller must keep, and the port. Imports torch. It
-    listens only at `address`, because it has no authentication. torch's default store would listen at every address."""
+    """Open the store on a free port, and return the store and the port. The caller must keep the store. Imports torch.
+
+    The store has no authentication, and therefore listens only at `address`. By default, torch's store listens at every
+    address of the machine.
+    """
     from torch.distributed import TCPStore
 
     family, _, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

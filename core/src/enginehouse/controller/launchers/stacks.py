@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 OURS = "/enginehouse/controller/launchers/"
-"""Path of the launchers' code. Messages leave out frames up to this code."""
+"""Path of the launchers' code. Messages omit the frames of this code and the frames before it."""
 
 
 def process_stacks(busy: Mapping[int, str], loop: asyncio.AbstractEventLoop | None) -> str:
-    """Format the stacks of this process, with those of working threads first.
+    """Format the stacks of this process, with the stacks of working threads first.
 
     Args:
         busy: the call of each working thread, by thread id.
@@ -45,7 +45,8 @@ def _format_coroutines(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 
 def _format_awaited(awaited: Any) -> str:
-    """Format the chain that a suspended coroutine awaits, outermost first. `Task.get_stack` gives only the first."""
+    """Format the chain of coroutines that a suspended coroutine awaits, outermost first. `Task.get_stack` returns only
+    the frame of the outermost coroutine."""
     lines = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
