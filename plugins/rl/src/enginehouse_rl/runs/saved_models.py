@@ -73,7 +73,7 @@ class SavedModels:
         return place
 
     def is_best(self, metric: str, value: float) -> bool:
-        """True if a validation metric is larger than that of the best model so far."""
+        """True if `value` is larger than the value of the best model so far, or if no model is the best by `metric`."""
         best = self.record.content.get("best")
         if not (self._run_path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
             return not math.isnan(value)
