@@ -193,12 +193,12 @@ def test_all_problems_of_file_and_overrides_are_in_one_message(tmp_path: Path):
         ("train.steps", "is not of the form dotted.key=value"),
         ("=3", "is not of the form dotted.key=value"),
         ("train..steps=3", "is not of the form dotted.key=value"),
-        ("model.path.x=3", "sets a key inside model.path, which holds the string 'm'"),
+        ("model.path.x=3", "sets a key inside model.path, but model.path is no section: it holds the string 'm'"),
         ("train.steps={a: 1", "line 1, is not valid YAML"),
         ("nothing.at.all=3", "unknown key 'nothing' (in the override 'nothing.at.all=3')"),
-        ("+train.steps=3", "the override '+train.steps=3': in verl +key=value, ++key=value; here key=value"),
+        ("+train.steps=3", "the override '+train.steps=3': in verl +key=value, ++key=value; in enginehouse key=value"),
         ("++train.steps=3", "the override '++train.steps=3': in verl +key=value"),
-        ("~train.steps", "the override '~train.steps': in verl ~key; here "),
+        ("~train.steps", "the override '~train.steps': in verl ~key; in enginehouse "),
     ],
 )
 def test_an_override_that_cannot_be_applied_says_why(tmp_path: Path, override: str, said: str):
@@ -232,7 +232,7 @@ def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n"])
 def test_a_file_that_holds_no_sections_is_refused(tmp_path: Path, text: str):
-    assert "but a mapping of sections" in refusal(write(tmp_path, text))
+    assert "must contain a mapping of sections" in refusal(write(tmp_path, text))
 
 
 def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):

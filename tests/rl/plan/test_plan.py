@@ -217,7 +217,7 @@ def test_an_adapter_as_a_model_is_told_of_its_base(make: Callable[..., Plan], pr
     (project.root / "adapter").mkdir()
     (project.root / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
     said = refusal(make, "model.path=adapter", kind=ModelError)
-    assert "adapter is an adapter of models/base, but a full model is expected" in said
+    assert "must be a full model, but adapter is an adapter of models/base" in said
 
 
 def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..., Plan], project: Project):
@@ -331,7 +331,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.arguments.clip_ratio=1"], "In verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
         (["algorithm.loss.arguments.clip_ratio_low=1"], "algorithm.loss.arguments.clip_low and "),
         (["algorithm.loss.arguments.optim.lr=1"], "here actor.engine.options.lr, "),
-        (["algorithm.loss.arguments.epsilon=1"], "In TRL epsilon, epsilon_high, delta; here "),
+        (["algorithm.loss.arguments.epsilon=1"], "In TRL epsilon, epsilon_high, delta; in enginehouse "),
         (["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"], "here algorithm.advantage.arguments.scale"),
         (["algorithm.advantage.arguments={scal: true}"], "Did you mean 'scale'?"),
         (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
@@ -640,7 +640,7 @@ def test_a_directory_that_is_no_run_is_never_deleted(make: Callable[..., Plan], 
     assert "the current directory" in said
     assert "is a file" in refusal(make, "run.directory=train.jsonl")
     before = sorted(project.root.iterdir())
-    assert "/proc/x cannot be made" in refusal(make, "run.directory=/proc/x"), "who may write is not who can, as root"
+    assert "cannot create /proc/x" in refusal(make, "run.directory=/proc/x"), "who may write is not who can, as root"
     make("run.directory=new/run")
     assert sorted(project.root.iterdir()) == before
 
@@ -657,7 +657,7 @@ def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], pro
 def test_a_copied_link_that_leads_nowhere_is_called_one(make: Callable[..., Plan], project: Project):
     (project.root / "copy").symlink_to("models/step-000250")
     said = refusal(make, "model.path=copy", kind=ModelError)
-    assert "copy is a link that leads nowhere: models/step-000250 does not exist" in said
+    assert "copy is a broken link: models/step-000250 does not exist" in said
     assert "cp -rL" in said
 
 
