@@ -737,7 +737,7 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
         ),
         (
             ["data.validation={a/b: x.jsonl}"],
-            "data.validation (in the override 'data.validation={a/b: x.jsonl}'): 'a/b' ",
+            "data.validation (in the override 'data.validation={a/b: x.jsonl}'): expected names of ",
         ),
         (["data.validation=[x.jsonl]"], "expected the path of a file, or several paths by name, as in {aime: a.jsonl}"),
         (["data.validation={a: none.jsonl, b: train.jsonl}"], "no data file none.jsonl"),

@@ -226,7 +226,7 @@ def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan
     assert "no data file mroe.jsonl" in refusal(make, "data.train=[train.jsonl, mroe.jsonl]")
     for wrong in ("[]", "7", "[train.jsonl, 7]"):
         assert "data.train (in the override 'data.train=" in (said := refusal(make, f"data.train={wrong}"))
-        assert "a path is wanted, or a list of paths" in said
+        assert "expected a path or a list of paths" in said
 
 
 def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: Callable[..., Plan], project: Project):
@@ -308,13 +308,13 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("{train.jsonl: 0}", "the weight of train.jsonl is 0: a number above 0 is wanted"),
-        ("{train.jsonl: -1}", "the weight of train.jsonl is -1"),
-        ("{train.jsonl: .inf}", "the weight of train.jsonl is inf"),
-        ("{train.jsonl: much}", "the weight of train.jsonl is 'much'"),
-        ("{train.jsonl: true}", "the weight of train.jsonl is True"),
-        ("{a: train.jsonl}", "the weight of a is 'train.jsonl': a number above 0 is wanted"),
-        ("{}", "a path is wanted, or a list of paths"),
+        ("{train.jsonl: 0}", "expected a number above 0 as the weight of train.jsonl, not 0"),
+        ("{train.jsonl: -1}", "the weight of train.jsonl, not -1"),
+        ("{train.jsonl: .inf}", "the weight of train.jsonl, not inf"),
+        ("{train.jsonl: much}", "the weight of train.jsonl, not 'much'"),
+        ("{train.jsonl: true}", "the weight of train.jsonl, not True"),
+        ("{a: train.jsonl}", "expected a number above 0 as the weight of a, not 'train.jsonl'"),
+        ("{}", "expected a path or a list of paths"),
         ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
         (
             "{train.jsonl: 1, few.jsonl: 3}",
@@ -481,5 +481,5 @@ def test_supervised_rows_are_given_a_system_message_and_template_arguments(proje
 
 
 def test_arguments_that_the_run_gives_a_template_itself_are_refused(project: Project):
-    with pytest.raises(UserError, match=r"'tools' is said by the run itself"):
+    with pytest.raises(UserError, match=r"must not contain 'tools', because the run itself sets it"):
         plan_of_demonstrations(project, "data.template_arguments={tools: []}")
