@@ -273,11 +273,11 @@ def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan
     [
         ("scorign:right", "there is no module 'scorign'. Did you mean 'scoring'"),
         ("scoring:rigth", "has no 'rigth'. Did you mean 'right'?"),
-        ("scoring:not_a_function", "is int, not a function"),
-        ("scoring.py:right", "names a file; name the module: scoring:right"),
+        ("scoring:not_a_function", "must be a function or a class, not int"),
+        ("scoring.py:right", "must name a module, not a file: scoring:right"),
         ("exact_mach", "Did you mean 'exact_match'?"),
         ("scoring:", "neither a registered name nor of the form module:function"),
-        ("scoring.right", "a function of your own has a colon: scoring:right"),
+        ("scoring.right", "name your own function as scoring:right"),
         ("needs_more:f", "importing 'needs_more' raised ModuleNotFoundError: No module named 'nowhere'"),
         ("explodes:f", "importing 'explodes' raised ZeroDivisionError: division by zero"),
         ("exits:f", "importing 'exits' raised SystemExit: 3"),
@@ -933,7 +933,11 @@ def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("colorsys", "is the standard library's"), ("pluggy", "is installed ("), ("math", "is the standard library's")],
+    [
+        ("colorsys", "is part of the standard library"),
+        ("pluggy", "is installed ("),
+        ("math", "is part of the standard library"),
+    ],
 )
 def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(make, project, name, said):
     own = project.root / f"{name}.py"

@@ -87,7 +87,7 @@ def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
     project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
     said = "\n".join(make().notes)
-    assert "lengths of 512 of 2,000 prompts of train.jsonl were looked at, those of the longest texts" in said
+    assert "lengths of 512 of 2,000 prompts of train.jsonl were checked, beginning with the longest texts" in said
     project.write_rows(
         "train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)] + [{**GOOD, "prompt": "1" * 17}]
     )
@@ -430,7 +430,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, pro
     project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
     rows = [{"prompt": "1", "response": "2"}] * 39 + [{"prompt": "1", "response": "="}]
     project.write_rows("demonstrations.jsonl", rows)
-    with pytest.raises(UserError, match=r"row 40 \(line 40\): a token has no embedding, as 40, '=': the model has 40"):
+    with pytest.raises(UserError, match=r"\(line 40\): the model has no embedding for a token, such as 40, '=': it"):
         make() if command == "train" else plan_of_demonstrations(project)
 
 
@@ -441,12 +441,12 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
     project.write_rows("demonstrations.jsonl", rows)
     facts = dict(plan_of_demonstrations(project, "data.max_tokens=99").facts)
     assert facts["lengths"] == (
-        "of 40 demonstrations of demonstrations.jsonl: median 21 tokens, 95 % to 21, longest 44"
+        "of 40 demonstrations of demonstrations.jsonl: median 21 tokens, 95 % up to 21, longest 44"
     )
     seen = facts["first row"]
     said = seen.replace("|", "")
     assert "row 1 (line 1)" in seen
-    assert said.endswith("learned are the 8 in [[ ]]: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
+    assert said.endswith("the 8 in [[ ]] are learned: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
 
 
 def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(make, project: Project, monkeypatch):
@@ -458,7 +458,7 @@ def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(m
     assert [text for name, text in facts if name == "first row"] == [
         "one.jsonl, row 1 (line 1), 1 tokens: 1", "two.jsonl, row 1 (line 1), 3 tokens: 2|2|=",
     ]  # fmt: skip
-    assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % to 3, longest 3") in facts
+    assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % up to 3, longest 3") in facts
     assert not {"first row", "lengths"} & {name for name, _ in make("data.train=[one.jsonl, two.jsonl]").facts}
 
 

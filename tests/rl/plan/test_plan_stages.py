@@ -112,7 +112,7 @@ def test_a_column_that_no_stage_adds_is_refused_with_the_nearest(distributions: 
         """,
     )
     manager = load_plugins(enabled=["torch", "typo"], strict=True)
-    with pytest.raises(UserError, match=r"the advantage 'typo' needs the column 'vaules'\. Did you mean 'values'"):
+    with pytest.raises(UserError, match=r"the column 'vaules', which no earlier stage adds\. Did you mean 'values'"):
         project.planned("algorithm.advantage.name=typo", plugins=manager)
-    with pytest.raises(UserError, match=r"the stage 'after' needs the column 'advantages'\. Available"):
+    with pytest.raises(UserError, match=r"the column 'advantages', which no earlier stage adds\. Available"):
         project.planned("stages.after={}", plugins=manager)

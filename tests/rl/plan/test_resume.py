@@ -191,7 +191,7 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
 def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirectory, project: Project):
     lines = Path("train.jsonl").read_text().splitlines(keepends=True)
     Path("train.jsonl").write_text("".join(reversed(lines)))
-    assert "--resume: data.train: train.jsonl has other content than when" in refusal(resume)
+    assert "--resume: data.train: train.jsonl has changed since" in refusal(resume)
     Path("train.jsonl").write_text("".join(lines))
     resume()
 
@@ -213,7 +213,7 @@ def test_other_weights_under_the_same_name_are_refused(resume, run, project, tmp
     leave_checkpoint(run, project, 3, *given)
     resume(*given)
     save_file({"weights": numpy.float32(1.2) * weights}, other / "more.safetensors")
-    assert f"--resume: the model in {other} has other files, or others in them" in refusal(resume, *given)
+    assert f"--resume: the files of the model in {other} have changed since" in refusal(resume, *given)
 
 
 def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: RunDirectory, project: Project):
@@ -313,11 +313,11 @@ def test_where_a_run_goes_on_is_nobodys_business(resume: Make, run: RunDirectory
 
 
 def test_a_run_that_has_taken_its_steps_needs_more_of_them(resume: Make, run: RunDirectory):
-    assert "has taken 2 steps, and train.steps is 1: raise it" in refusal(resume, "train.steps=1")
+    assert "has taken 2 steps, but train.steps is 1: raise train.steps" in refusal(resume, "train.steps=1")
     resume("train.steps=2")  # interrupted before its model was saved
     run.last_step = 10
     run.finish("finished")
-    assert "has taken 10 steps, and train.steps is 10: raise it" in refusal(resume)
+    assert "has taken 10 steps, but train.steps is 10: raise train.steps" in refusal(resume)
     assert any("steps 3 to 10 are repeated" in note for note in resume("train.steps=12").notes)
 
 
