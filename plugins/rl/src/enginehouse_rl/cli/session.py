@@ -209,9 +209,7 @@ def _raise_failure(run: RunDirectory, error: BaseException) -> NoReturn:
     if isinstance(blamed, OSError) and (
         blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
     ):
-        blamed = EnginehouseError(
-            f"the run cannot write to the disk of {run.path}: {describe_os_error(blamed)}"
-        )
+        blamed = EnginehouseError(f"the run cannot write to the disk of {run.path}: {describe_os_error(blamed)}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run, so it must not look interrupted
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
     if blamed is not error:
