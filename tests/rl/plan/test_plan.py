@@ -136,7 +136,7 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         ),
         (["rollout.samples_per_prompt=1", "algorithm.advantage.name=rloo"], "'rloo' compares the samples"),
         (["rollout.sampling.temperature=0"], "is zero everywhere and nothing is learned"),
-        (["train.prompts_per_step=41"], "train.prompts_per_step is 41, and train.jsonl holds only 40 prompts"),
+        (["train.prompts_per_step=41"], "train.prompts_per_step is 41, but train.jsonl holds only 40 prompts"),
         (["actor.processes=2", "rollout.placement=colocated"], "rollout.replicas (1) has to equal actor.processes (2)"),
         (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
         (
@@ -158,9 +158,9 @@ def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan],
     ("overrides", "said"),
     [
         (["algorithm.minibatches=20", "actor.processes=2", "rollout.replicas=2"], "about 1.6 a minibatch"),
-        (["actor.engine.options.warmup_steps=10"], "does not end within the run's 10"),
-        (["actor.engine.options.total_steps=4"], "total_steps is 4 and the run takes 10 optimizer steps"),
-        (["train.checkpoint_minutes=0"], "but not if it is killed outright"),
+        (["actor.engine.options.warmup_steps=10"], "the warm-up lasts for the whole run: it takes 10"),
+        (["actor.engine.options.total_steps=4"], "total_steps is 4, but the run takes 10 optimizer steps"),
+        (["train.checkpoint_minutes=0"], "but not if its process is killed"),
         (["reference.path=model"], "algorithm.kl.coefficient is 0: no reference model runs"),
     ],
 )
@@ -518,7 +518,7 @@ def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
 def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: Callable[..., Plan]):
     joined = make("cluster.address=x", "rollout.placement=separate")
     assert joined.roles["rollout"].transport == "collective"
-    assert any("shows only at the start" in note for note in joined.notes)
+    assert any("are known only when the run starts" in note for note in joined.notes)
     sharded = make("cluster.address=x", "rollout.placement=separate", "actor.processes=2")
     assert sharded.roles["rollout"].transport == "point_to_point"
     assert "any hosts of a cluster, and 2 processes train" in str(sharded)
@@ -1037,8 +1037,8 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "the run     10 steps, an optimizer step each",
         "device      cpu (cluster.device)",
         f"results     {project.root / 'runs/one'}",
-        "note        all validation prompts of train.jsonl are in train.jsonl too: validation then measures what was "
-        "trained on",
+        "note        all validation prompts of train.jsonl are in train.jsonl too, so validation measures "
+        "training prompts",
     ]
 
 

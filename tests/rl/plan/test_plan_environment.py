@@ -156,7 +156,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
     ("given", "said"),
     [
         ("singleturn", "environment.name: unknown environment 'singleturn'. Did you mean 'single_turn'?"),
-        ("games.Game", "has a colon: games:Game"),
+        ("games.Game", "name your own function as games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
         ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
         ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, and its result is awaited"),

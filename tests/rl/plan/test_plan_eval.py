@@ -89,7 +89,7 @@ def test_an_evaluation_writes_beside_the_configs_run_and_never_over_anything(mak
     assert make().run_directory.name == "eval-model-2"
     assert make("run.directory=runs/mine").run_directory.name == "mine"
     run = trained_run(project, 3)
-    with pytest.raises(ConfigError, match="holds a run that trained, with its models or checkpoints"):
+    with pytest.raises(ConfigError, match="holds models or checkpoints of a training run"):
         make("run.directory=runs/one", "run.overwrite=true")
     assert (run / "models" / "step-000003").is_dir()
 

@@ -234,7 +234,7 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
     assert not make(resumable).notes
     project.write_rows("same.jsonl", [GOOD] * 2000)
     notes = make(resumable, "data.train=same.jsonl", "data.validation=train.jsonl").notes
-    assert "of the 2,000 prompts of same.jsonl only 1 differ" in notes[0]
+    assert "only 1 of the 2,000 prompts of same.jsonl differ" in notes[0]
     assert "1 of 40 validation prompts of train.jsonl are in same.jsonl too" in notes[1]
     (note,) = make(resumable, "data.validation=train.jsonl").notes
     assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
@@ -247,7 +247,7 @@ def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(mak
     project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
     assert not make(*options).notes
     project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
-    assert "of the 3 prompts of train.jsonl only 2 differ" in make(*options).notes[0]
+    assert "only 2 of the 3 prompts of train.jsonl differ" in make(*options).notes[0]
 
 
 def test_demonstrations_are_looked_at_too(make_sft: Callable[..., SFTPlan], project: Project):
@@ -318,7 +318,7 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
         ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
         (
             "{train.jsonl: 1, few.jsonl: 3}",
-            "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, which has only 5 prompts",
+            "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, but that file has only 5 prompts",
         ),
         ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, and no row of it is left to draw"),
     ],
@@ -468,7 +468,7 @@ def test_responses_that_are_empty_are_counted(project: Project):
     project.write_tokenizer(chat_template=CHATML)
     project.write_rows("demonstrations.jsonl", rows)
     (note,) = [note for note in plan_of_demonstrations(project, "data.max_tokens=99").notes if "empty" in note]
-    assert "of 2 of 40 rows that were read, the response is empty" in note
+    assert "in 2 of the 40 rows that were read, the response is empty" in note
     assert "row 39 (line 39)" in note
 
 

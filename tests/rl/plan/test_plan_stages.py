@@ -85,7 +85,7 @@ def test_stages_of_packages_run_where_the_config_names_them_or_the_advantage_nee
     [
         (["stages.my_brevety={}"], r"stages\.my_brevety: unknown stage 'my_brevety'. Did you mean 'my_brevity'"),
         (["stages.my_judge={}"], r"the stage 'my_judge' has a model: set stages\.my_judge\.path to its directory"),
-        (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may say its arg"),
+        (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may set only"),
         (["stages.my_judge={path: judge, arguments: {wait: 1}}"], r"stages\.my_judge\.arguments.*'wait'"),
         (["stages.my_teacher={path: teacher, arguments: {wait: 1}}"], "the stage has no function that takes any"),
         ([MIXTURE], r"needs the column 'my_teacher_logprobs' of the stage 'my_teacher', which has a model: set stages"),

@@ -41,7 +41,7 @@ def beside(make: Callable[..., Plan], project: Project) -> Callable[..., Plan]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_other_strings_of_the_same_number_are_refused(beside: Callable[..., Plan], role: str):
-    with pytest.raises(UserError, match="share a tokenizer") as caught:
+    with pytest.raises(UserError, match="must have the same tokenizer") as caught:
         beside(role, [*STRINGS[23::-1], *STRINGS[24:]])
     assert "other has 'token23' as token 0, but model.path has 'token0' as token 0; 24 of 26 tokens" in str(
         caught.value
