@@ -100,7 +100,7 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
         (["actor.engine.backend=fdsp"], "Did you mean 'fsdp'?"),
         (
             ["rollout.replicas=2", "rollout.placement=colocated"],
-            "rollout.replicas (2) has to equal actor.processes (4)",
+            "rollout.replicas (2) must equal actor.processes (4)",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -77,7 +77,7 @@ def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
     assert make("actor.processes=2", "rollout.replicas=2").roles["rollout"].shares == "actor"
     for override, why in {
         "actor.processes=2": "rollout.replicas is 1, actor.processes 2",
-        "rollout.placement=separate": "rollout.placement says so",
+        "rollout.placement=separate": "set by rollout.placement",
         f"rollout.engine.runtime={sys.executable}": "its environment is not the actor's",
     }.items():
         planned = make(override)
@@ -132,13 +132,13 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         (["actor.processes=33", "rollout.placement=separate"], "fewer than the 33 processes of the actor"),
         (
             ["rollout.samples_per_prompt=1"],
-            "'grpo' compares the samples of one prompt with each other: it needs at least 2",
+            "must be at least 2, not 1: the advantage 'grpo' compares the samples of one prompt with each other",
         ),
         (["rollout.samples_per_prompt=1", "algorithm.advantage.name=rloo"], "'rloo' compares the samples"),
         (["rollout.sampling.temperature=0"], "is zero everywhere and nothing is learned"),
         (["train.prompts_per_step=41"], "train.prompts_per_step is 41, but train.jsonl holds only 40 prompts"),
-        (["actor.processes=2", "rollout.placement=colocated"], "rollout.replicas (1) has to equal actor.processes (2)"),
-        (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
+        (["actor.processes=2", "rollout.placement=colocated"], "rollout.replicas (1) must equal actor.processes (2)"),
+        (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "must be 1, not 2"),
         (
             ["rollout.sampling.max_tokens=128"],
             "at most 128 tokens together: the model's positions (max_position_embeddings)",
@@ -230,9 +230,9 @@ def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..
 def test_a_reward_model_is_no_policy(make: Callable[..., Plan], project: Project):
     project.make_model("judge", architectures=["Qwen3ForSequenceClassification"])
     said = refusal(make, "model.path=judge", kind=ModelError)
-    assert "model.path: judge is a Qwen3ForSequenceClassification, a reward model" in said
+    assert "model.path must be a causal language model, but judge is a Qwen3ForSequenceClassification" in said
     held_near = ("reference.path=judge", "algorithm.kl.coefficient=0.1")
-    assert "reference.path: judge is a" in refusal(make, *held_near, kind=ModelError)
+    assert "reference.path must be a causal language model, but judge" in refusal(make, *held_near, kind=ModelError)
 
 
 def test_a_model_that_lacks_a_shard_is_refused(make: Callable[..., Plan], project: Project):
@@ -396,7 +396,10 @@ def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[.
         ),
         (["reward.functions.form.arguments.pattern='('"], ["reward.functions.form.function: the pattern '('"]),
         (["reward.functions.form.arguments.match=most"], ["reward.functions.form.arguments.match: expected one of"]),
-        (["reward.functions.mean={function: format, arguments: {pattern: x}}"], ["reward.functions.mean: a metric"]),
+        (
+            ["reward.functions.mean={function: format, arguments: {pattern: x}}"],
+            ["reward.functions.mean: 'mean' is already the name of a metric"],
+        ),
         (["reward.functions.form.arguments.api_key=x"], ["reward.functions.form.arguments.api_key holds a secret"]),
         (
             ["reward.functions.form.arguments={}", "reward.functions.right.function='scoring:rigth'"],
@@ -441,10 +444,10 @@ def test_the_estimator_goes_by_the_place_of_the_term(make: Callable[..., Plan], 
         (["algorithm.loss.name=cispo", "model.dtype=bfloat16"], "rollout's"),
         (["algorithm.loss.name=sapo", "model.dtype=bfloat16"], "rollout's"),
         (["algorithm.loss.arguments.clip_low=0.01"], "rollout's"),
-        (["algorithm.loss.name=gspo"], "actor's (its ratio is clipped nearer to 1"),
+        (["algorithm.loss.name=gspo"], "actor's (its ratio is clipped closer to 1"),
         (["algorithm.loss={name: gspo, arguments: {clip_low: 0.2, clip_high: 0.2}}"], "actor's (its ratio"),
         (["algorithm.loss.arguments.clip_low=0.01", "model.dtype=bfloat16"], "actor's (its ratio is clipped"),
-        (["train.staleness=1"], "actor's (samples are of older weights)"),
+        (["train.staleness=1"], "actor's (samples come from older weights)"),
         (["algorithm.old_logprobs=actor"], "actor's"),
     ],
 )
@@ -457,7 +460,7 @@ def test_the_actor_computes_old_logprobs_for_a_loss_that_needs_them(make, overri
 def test_a_kl_term_in_the_loss_without_weights_for_older_samples_is_noted(make: Callable[..., Plan]):
     stale = ("train.staleness=1", "algorithm.kl.coefficient=0.1", "algorithm.loss.name=clipped_policy")
     without = (*stale, "algorithm.loss.arguments={importance_cap: null}")
-    assert any("the term in the loss takes samples of older weights" in note for note in make(*without).notes)
+    assert any("the term in the loss treats samples of older weights" in note for note in make(*without).notes)
     for right in (stale, (*without[1:], "algorithm.loss.arguments={}"), (*without, "algorithm.kl.place=reward")):
         assert not any("older weights" in note for note in make(*right).notes)
 
@@ -467,7 +470,7 @@ def test_a_loss_that_needs_the_actors_logprobs_is_refused_with_the_rollouts(make
     assert "algorithm.loss.name: 'gspo' needs the actor's own logprobs" in said
     assert "set algorithm.old_logprobs=actor" in said
     narrow = ("algorithm.loss.arguments.clip_high=0.001", "model.dtype=bfloat16", "algorithm.old_logprobs=rollout")
-    assert any("clip_high is less than 0.05, and in bfloat16" in note for note in make(*narrow).notes)
+    assert any("clip_high is less than 0.05, but in bfloat16" in note for note in make(*narrow).notes)
     assert not any("clip_high" in note for note in make(*narrow[::2]).notes), "float32 rounds too little for that"
 
 
@@ -509,7 +512,7 @@ def test_a_tokenizer_goes_by_several_names(make: Callable[..., Plan], project: P
 
 def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
     said = refusal(make, "weights.transport=inproc", "rollout.placement=separate")
-    assert "in different processes of one host (rollout.placement), and 'inproc' does not reach there" in said
+    assert "in different processes of one host (rollout.placement), but 'inproc' cannot connect them" in said
     assert "unknown weight transport 'carrier_pigeon'" in refusal(
         make, "weights.transport=carrier_pigeon", kind=PluginLookupError
     )
@@ -595,7 +598,7 @@ def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(limited
     said = refusal(limited, backend, "data.validation=train.jsonl", "evaluation.sampling.stop=[x]")
     assert said.startswith("evaluation.sampling.stop: engine 'limited' cannot stop")
     own = ["data.validation=train.jsonl", "evaluation.engine.backend=limited", "rollout.sampling.stop=[x]"]
-    assert refusal(limited, *own).startswith("evaluation.sampling.stop, unset and so rollout.sampl")
+    assert refusal(limited, *own).startswith("evaluation.sampling.stop (unset: rollout.sampl")
     limited(*own, "evaluation.sampling.stop=[]")
 
 
@@ -619,7 +622,7 @@ def test_a_loss_may_need_what_is_taken_from_elsewhere(limited: Callable[..., Pla
 def test_a_backend_for_another_device_is_refused(limited: Callable[..., Plan]):
     elsewhere = ("cluster.device=cuda", "cluster.address=x")
     said = refusal(limited, "rollout.engine.backend=limited", *elsewhere)
-    assert "'limited' runs on cpu, and this run is on cuda" in said
+    assert "'limited' runs on cpu, but this run is on cuda" in said
 
 
 def test_an_earlier_run_is_only_deleted_when_asked(make: Callable[..., Plan], project: Project):
@@ -912,7 +915,7 @@ def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(mak
 
 @pytest.mark.parametrize("kl", ["{target: 0.1}", "{target: 0.1, coefficient: 0.1}", "{target: 0.1, place: reward}"])
 def test_a_target_of_the_divergence_without_a_term_in_the_reward_is_refused(make: Callable[..., Plan], kl: str):
-    assert "algorithm.kl.target adapts the coefficient of a term in the reward" in refusal(make, f"algorithm.kl={kl}")
+    assert "algorithm.kl.target requires a KL term in the reward" in refusal(make, f"algorithm.kl={kl}")
 
 
 def test_an_advantage_that_reads_a_teachers_logprobs_makes_a_reference(make: Callable[..., Plan]):
@@ -963,18 +966,18 @@ def test_a_learning_rate_beyond_reason_is_noted(make: Callable[..., Plan], make_
 def test_more_processes_than_cores_are_noted(make, make_sft, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     many = ("actor.processes=3", "train.prompts_per_step=16")
-    assert notes_on(make, *many, about="the engines have 4 threads in 4 processes, and this machine 3 cores")
+    assert notes_on(make, *many, about="the engines have 4 threads in 4 processes, but this machine has 3 cores")
     assert notes_on(make, "cluster.threads_per_process=4", about="the engines have 4 threads in 1 process,")
     assert not notes_on(make, *many, "rollout.replicas=3", about="cores")  # in the actor's processes
     assert not notes_on(make, *many, "cluster.address=10.0.0.1:6379", about="cores")
     assert notes_on(make_sft, "actor.processes=8", about="8 threads in 8 processes")
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert notes_on(make, *many, about="and this machine 2 cores")
+    assert notes_on(make, *many, about="but this machine has 2 cores")
 
 
 def test_a_rollout_that_is_moved_out_of_the_actors_processes_is_noted(make: Callable[..., Plan]):
-    said = "rollout.replicas=2 would put it into the actor's"
+    said = "rollout.replicas=2 it would run in the actor's"
     assert notes_on(make, "actor.processes=2", about=said)
     assert not notes_on(make, "actor.processes=2", "rollout.placement=separate", about=said)
     assert not notes_on(make, "actor.processes=2", "rollout.replicas=2", about=said)
@@ -1021,14 +1024,14 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
     ).render()  # fmt: skip
     assert said.splitlines() == [
         "OK: 10 steps",
-        "model       model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
+        "model       model: Qwen3ForCausalLM in float32 (model.dtype is auto: chosen by device)",
         "actor       torch, 1 rank",
-        "rollout     torch, 2 replicas, in separate processes (rollout.placement says so)",
+        "rollout     torch, 2 replicas, in separate processes (set by rollout.placement)",
         "evaluation  torch, 1 replica, in a separate process; weights by collective before each validation, their "
         "effect checked each time; training continues meanwhile",
         "reference   model, in the actor's processes; 0.1 times the k3 divergence in the loss",
-        "weights     by collective (weights.transport names it); their effect checked every 50 updates",
-        "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
+        "weights     by collective (set by weights.transport); their effect checked every 50 updates",
+        "reward      scoring:right, in 1 process; a reward that raises or takes more than 30 s ends the run",
         "algorithm   grpo advantages, clipped_policy loss; old logprobs are the rollout's",
         "data        40 prompts in train.jsonl, each used 2 times",
         "a step      8 prompts x 4 samples = 32 samples, at most 256 new tokens, 768 with the longest prompts",
@@ -1047,7 +1050,7 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     assert list(planned.roles) == ["actor"]
     assert planned.render().splitlines() == [
         "OK: 5 steps",
-        "model    model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
+        "model    model: Qwen3ForCausalLM in float32 (model.dtype is auto: chosen by device)",
         "actor    torch, 2 ranks",
         "data     40 demonstrations in demonstrations.jsonl, each used 1 times",
         "a step   8 rows, at most 256 tokens",
@@ -1068,7 +1071,7 @@ def test_engines_that_round_more_may_be_further_apart(make, overrides, nats):
 def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.device.visible_gpus", lambda: 0)
     (note,) = (one for one in make("cluster.device=auto", "cluster.address=x").notes if "cluster.device is auto" in one)
-    assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
+    assert "planned for cpu, the device of this machine, and is rejected at the start if the cluster has GPUs" in note
     for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
         assert not any("cluster.device is auto" in one for one in make(*known).notes)
 
@@ -1105,7 +1108,9 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
     assert "rollout.engine.options.native: the engine 'own' has no argument 'memory_utilisation'. Did you mean" in said(
         memory_utilisation=0.5
     )
-    assert "no argument 'block'. engine/arguments.py and engine/fields/*.py name the arguments" in said(block=1)
+    assert "no argument 'block'. The arguments are declared in engine/arguments.py and engine/fields/*.py" in said(
+        block=1
+    )
 
 
 def test_a_quantized_model_is_not_trained(make: Callable[..., Plan], project: Project):

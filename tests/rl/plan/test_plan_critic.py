@@ -57,8 +57,8 @@ def test_roles_may_live_in_two_pools(make: Callable[..., Plan]):
     assert (planned.roles["reference"].shares, planned.roles["reference"].processes) == ("critic", 2)
     facts = dict(planned.facts)
     assert facts["critic"] == (
-        "model: torch with the actor's options, 2 ranks, in separate processes; clipped_value loss; trained "
-        "alone in the first 3 steps"
+        "model: torch with the actor's options, 2 ranks, in separate processes; clipped_value loss; the "
+        "actor is not trained in the first 3 steps"
     )
     assert facts["reference"].startswith("model, in the critic's processes; 0.1 times")
 
@@ -86,9 +86,12 @@ def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable
         ),
         (
             ["critic.loss.name=clipped_policy"],
-            "critic.loss.name: 'clipped_policy' is a loss of logprobs; losses of values are",
+            "critic.loss.name must be a loss of values, but 'clipped_policy' is a loss of logprobs: ",
         ),
-        (["algorithm.loss.name=clipped_value"], "algorithm.loss.name: 'clipped_value' is a loss of values"),
+        (
+            ["algorithm.loss.name=clipped_value"],
+            "algorithm.loss.name must be a loss of logprobs, but 'clipped_value' is",
+        ),
         (["critic.shares=actor", "critic.processes=2"], "critic.processes is 2, but critic.shares is actor"),
         (["critic.engine.backend=fdsp"], "critic.engine.backend: "),
         (["critic.loss.name=clipped_valeu"], "critic.loss.name"),
@@ -110,7 +113,7 @@ def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], pr
 
 def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.engines.VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(UserError, match=r"critic\.engine\.backend: engine 'torch' has no value heads"):
+    with pytest.raises(UserError, match=r"critic\.engine\.backend: engine 'torch' cannot train a value head"):
         make(GAE)
 
 
@@ -142,7 +145,7 @@ def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(m
         (["reward_model.weight=2"], "reward_model is set, but has no path"),
         (["reward_model.path=nowhere"], "reward_model.path: "),
         (["reward_model.path=judge", "rollout.keep.name=mixed_rewards"], "rollout.keep: mixed_rewards needs the"),
-        (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), and a "
+        (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), but a "
          "sample may need 25"),
     ],
 )  # fmt: skip
@@ -174,7 +177,7 @@ def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], pro
     ("overrides", "said"),
     [
         (["name=gdpo", "kl={coefficient: 0.1, place: reward}"], "but the advantage 'gdpo' does not read the reward"),
-        (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'distillation' does not"),
+        (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "but the advantage 'distillation' does not"),
         (["name=gdpo", "weight=0.0"], "reads each reward separately, before weight and normalize are applied"),
         (["name=gdpo", "normalize=group"], "reads each reward separately, before weight and normalize are applied"),
         (

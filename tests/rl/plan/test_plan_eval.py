@@ -54,7 +54,7 @@ def test_only_what_generates_runs_and_only_held_out_prompts_are_read(make, proje
     assert (rollout.processes, rollout.shares, rollout.trained, rollout.transport) == (2, None, False, None)
     said = planned.render()
     assert "6 of held_out.jsonl, answered greedily: 6 answers" in said
-    assert "what it serves is read back and compared" in said
+    assert "the served weights are read back and compared" in said
     assert "--resume" not in said
 
 

@@ -123,7 +123,7 @@ def test_a_reward_model_needs_room_for_a_token_more(make: Make):
 
 def test_a_backend_without_value_heads_trains_no_reward_model(make: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.engines.VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(ConfigError, match=r"actor\.engine\.backend: engine 'torch' has no value heads"):
+    with pytest.raises(ConfigError, match=r"actor\.engine\.backend: engine 'torch' cannot train a value head"):
         make(RMConfig)
 
 

@@ -171,7 +171,7 @@ def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Call
     assert "more than the 120 that leave room for 8 new ones" in said
     assert "the model's RoPE" in said
     said = refusal(make, "rollout.engine.options.max_model_tokens=256")
-    assert "rollout.engine.options.max_model_tokens is 256, and beyond 128 tokens" in said
+    assert "rollout.engine.options.max_model_tokens must be at most 128, not 256" in said
 
 
 def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):
@@ -373,7 +373,7 @@ def test_a_metric_that_no_validation_measures_is_refused(make: Callable[..., Pla
 )
 def test_what_a_validation_measures_can_choose_the_best_model(make, metric, overrides):
     notes = make(f"train.save_best={metric}", *overrides).notes
-    assert "train.save_best is set, and train.validate_every is 0: the last step's model is the best" in notes
+    assert "train.save_best is set, but train.validate_every is 0: the model of the last step is the best" in notes
     assert not any(
         "save_best" in note for note in make(f"train.save_best={metric}", "train.validate_every=2", *overrides).notes
     )

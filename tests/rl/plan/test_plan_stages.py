@@ -87,10 +87,10 @@ def test_stages_of_packages_run_where_the_config_names_them_or_the_advantage_nee
         (["stages.my_judge={}"], r"the stage 'my_judge' has a model: set stages\.my_judge\.path to its directory"),
         (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may set only"),
         (["stages.my_judge={path: judge, arguments: {wait: 1}}"], r"stages\.my_judge\.arguments.*'wait'"),
-        (["stages.my_teacher={path: teacher, arguments: {wait: 1}}"], "the stage has no function that takes any"),
+        (["stages.my_teacher={path: teacher, arguments: {wait: 1}}"], "the stage has no function that takes arguments"),
         ([MIXTURE], r"needs the column 'my_teacher_logprobs' of the stage 'my_teacher', which has a model: set stages"),
         (["stages.my_teacher.path=nowhere"], r"stages\.my_teacher\.path: .*nowhere"),
-        (["stages.my_judge.path=headless"], r"stages\.my_judge\.path: headless has no score\.weight, so it would"),
+        (["stages.my_judge.path=headless"], r"stages\.my_judge\.path must be .* but headless has no score\.weight"),
     ],
 )
 def test_a_stage_that_cannot_run_is_refused_with_the_key_and_a_cure(staged, overrides: list[str], said: str):
