@@ -101,7 +101,7 @@ def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], pr
     make(*longer)
     project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 121}])
     said = refusal(make, *longer)
-    assert "row 10 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new ones" in said
+    assert "row 10 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new tokens" in said
     assert "within the model's positions (max_position_embeddings), 128" in said
     assert "(9 rows" not in said
     make(*longer, "rollout.sampling.max_tokens=7")
@@ -168,7 +168,7 @@ def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Call
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": rope}))
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 125}] * 9)
     said = refusal(make, "data.max_prompt_tokens=200")
-    assert "more than the 120 that leave room for 8 new ones" in said
+    assert "more than the 120 that leave room for 8 new tokens" in said
     assert "the model's RoPE" in said
     said = refusal(make, "rollout.engine.options.max_model_tokens=256")
     assert "rollout.engine.options.max_model_tokens must be at most 128, not 256" in said

@@ -786,7 +786,7 @@ class PluginsConfig(Section):
 
 
 class TrackerConfig(Section):
-    """A tracker, which receives metrics beside the run directory."""
+    """A tracker, which receives metrics in addition to the run directory."""
 
     name: str = Field(description="Registered name of a tracker, such as tensorboard, wandb or mlflow, or module:Class")
     arguments: dict[str, Any] = Field(

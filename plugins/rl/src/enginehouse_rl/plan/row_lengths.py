@@ -174,13 +174,14 @@ class RowMeter:
         """Check the measured rows against a limit.
 
         Raises:
-            DataError: a row is longer.
+            DataError: a row is longer than the limit.
         """
         rows = list(lengths)
         check_length(list(lengths.values()), limit, noun, lambda index: self.table.where(rows[index]))
 
     def _pick_rows(self) -> tuple[list[int], list[int]]:
-        """Return the first row of each file, and the rows to measure first if anything is to be shown."""
+        """Return the first row of each file, and a sample of rows to measure first. The sample is empty if no
+        rows are to be shown."""
         sizes = [len(file) for file in self.table.list_files()]
         firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
         if not self.tokenizer.shows or self.findings.problems:

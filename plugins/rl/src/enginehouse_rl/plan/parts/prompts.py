@@ -122,7 +122,7 @@ class PromptsPart(DataPart[Config]):
             elif limit - tokens < shortest.tokens:
                 shortest = TokenLimit(
                     limit - tokens,
-                    f"the {limit - tokens} that leave room for {tokens} new ones ({key}) within {name}, {limit}",
+                    f"the {limit - tokens} that leave room for {tokens} new tokens ({key}) within {name}, {limit}",
                     f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
                 )
         return shortest
