@@ -72,6 +72,6 @@ def test_the_page_is_asked_for_as_it_says(planned):
     assert "31.9 of 22.0 GiB on each of 8 GPUs, while the actor computes" in said
     code, said = planned(seven, "--gpus", "8", "--gpu", "L4", "--suggest")
     assert code == 2
-    overrides = re.findall(r"\S+=\S+", said.partition("With these it can start:")[2].split("\n\n")[1])
+    overrides = re.findall(r"\S+=\S+", said.partition("The run can start with these overrides:")[2].split("\n\n")[1])
     assert planned(seven, *overrides, "--gpus", "8", "--gpu", "L4")[0] == 0
     assert planned(small, "--gpus", "1", "--gpu", "L4", "--suggest")[0] == 0

@@ -71,7 +71,7 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
     based = planned(config, *lora)
     assert "reference" in [stage.name for stage in based.stages]
     assert "reference" not in based.roles
-    assert dict(based.facts)["reference"].startswith("the actor's base, without its adapters; 0.1 times the k3")
+    assert dict(based.facts)["reference"].startswith("the actor's base model, without its adapters; 0.1 times the k3")
     for others in (["reference.path=model"], [f"{OPTIONS}.lora=null"]):
         apart = planned(config, *lora, *others)
         assert "reference" in [stage.name for stage in apart.stages]
@@ -100,7 +100,7 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
         (["actor.engine.backend=fdsp"], "Did you mean 'fsdp'?"),
         (
             ["rollout.replicas=2", "rollout.placement=colocated"],
-            "rollout.replicas (2) has to equal actor.processes (4)",
+            "rollout.replicas (2) must equal actor.processes (4)",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -122,8 +122,8 @@ def test_without_its_package_the_way_to_install_it_is_said(config):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((), "the actor has no adapter: set actor.engine.options.lora, or train.export to merged"),
-        (("actor.engine.backend=torch",), "engine 'torch' trains no adapters (capability 'lora')"),
+        ((), "the actor has no adapter: set actor.engine.options.lora, or train.export=merged"),
+        (("actor.engine.backend=torch",), "engine 'torch' cannot train adapters (capability 'lora')"),
     ],
 )
 def test_an_adapter_is_exported_only_where_there_is_one(config, overrides, said):
@@ -152,13 +152,13 @@ def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
         said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
         assert f"lora.targets: '{target}' is no linear layer of model. Available: down_proj" in said
     said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
-    assert "no tensor in model is of a layer 'query_key_value'. Available: down_proj" in said
+    assert "no tensor in model belongs to a layer 'query_key_value'. Available: down_proj" in said
     said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]")
     assert "Qwen3ForCausalLM has no linear layer 'decoder.q_proj'" in said, "as the class calls it"
     assert not any("lora.targets" in one for one in planned(config, *FITTING, f"{OPTIONS}.lora.rank=2").notes)
     said = planned(config, *FITTING, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
     (note,) = [one for one in said if "lr_groups" in one]
-    assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'. " in note
+    assert "lr_groups: no tensor in model matches '*.layers.*.qproj.*'. " in note
 
 
 def test_what_adapters_of_all_layers_leave_is_said(config):

@@ -157,7 +157,7 @@ def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(pl
 
 
 def test_a_server_belongs_to_one_role(planned):
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:30000 is a server of the rollout's"):
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:30000 is also a server of the rollout"):
         planned(
             ATTACHED,
             "evaluation.engine.backend=sglang",
@@ -173,7 +173,7 @@ def test_a_run_on_gpus_is_planned_with_those_of_each_replica(planned):
 
 
 def test_servers_that_run_already_take_no_turns_with_the_actor(planned):
-    with pytest.raises(UserError, match="the rollout's servers run already, on devices of their own"):
+    with pytest.raises(UserError, match="the servers of the rollout already run on other devices"):
         planned(ATTACHED, "rollout.placement=shared")
 
 

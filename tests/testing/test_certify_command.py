@@ -91,7 +91,7 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
         ("json:JSONDecoder", "tracker", "is no Tracker: it lacks start, log, finish"),
         ("json:dumps", "environment", "is dumps, a function, and no class"),
         ("json:loads", "environment", "is loads, a function, and no class"),
-        ("threading:Barrier.reset.__name__", "loss", "is str, not a function"),
+        ("threading:Barrier.reset.__name__", "loss", "must be a function or a class, not str"),
         ("threading:active_count", "loss", "takes (), and is given one argument"),
         ("grpoo", "loss", "(name your own code as module:attribute)"),
     ],

@@ -164,7 +164,7 @@ def test_an_argument_that_a_loss_takes_from_a_key_that_is_none_is_refused(make, 
         """,
     )
     said = refusal(make, "algorithm.loss.name=drifting")
-    assert "'drifting' (acme 0.1.0) takes 'needed' from rollout.nothing, which is no key" in said
+    assert "'drifting' (acme 0.1.0) takes 'needed' from rollout.nothing, but the config has no such key" in said
 
 
 def test_an_option_of_another_backend_names_that_backend(make, site):

@@ -284,7 +284,7 @@ def test_a_disk_that_fails_is_one_message_that_names_the_path(project: Project, 
     process = start(project, behaviour)
     _, err = process.communicate()
     assert process.returncode == 1, err
-    assert f"Error: the disk of {project.root / 'runs/one'} does not take what the run writes: " in err
+    assert f"Error: the run cannot write to the disk of {project.root / 'runs/one'}: " in err
     assert "Traceback" not in err
 
 

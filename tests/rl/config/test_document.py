@@ -63,7 +63,7 @@ def test_lines_of_keys_are_known():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\na: 2\n", "here, line 2, is not valid YAML: the key 'a' stands twice, first in line 1"),
+        ("a: 1\na: 2\n", "here, line 2, is not valid YAML: the key 'a' occurs twice, first in line 1"),
         ("a:\n  b: [1\nc: 2\n", "here, line 3"),
         ("a:\n\tb: 1\n", "here, line 2"),
         ("a: !!python/object/apply:os.getcwd []\n", "here, line 1"),

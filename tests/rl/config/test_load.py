@@ -70,9 +70,8 @@ def test_a_variable_in_a_path_is_refused_with_what_takes_one(tmp_path: Path, key
     """It would be part of a file's name; `run.directory: ${HOME}/runs` made a directory of that name."""
     said = refusal(write(tmp_path), f"{key}={value}")
     assert f"{key} (in the override {f'{key}={value}'!r}): $" in said
-    assert "no variable is put into a path" in said
-    assert "only ~ is the home directory" in said
-    assert "${NAME} is for engine.env, and for arguments" in said
+    assert "is not replaced in a path; only ~ is, by the home directory" in said
+    assert "${NAME} works in engine.env, and in arguments" in said
     assert "\n" not in said
 
 
@@ -83,7 +82,7 @@ def test_a_dollar_in_a_name_is_no_variable(tmp_path: Path):
 @pytest.mark.parametrize("value", ["${DATA}/x.jsonl", "[a.jsonl, '${DATA}/x.jsonl']"])
 def test_a_variable_in_a_path_of_preferences_is_refused_alike(tmp_path: Path, value: str):
     path = write(tmp_path, "model: {path: m}\ndata: {train: d.jsonl}\n")
-    with pytest.raises(ConfigError, match="no variable is put into a path") as caught:
+    with pytest.raises(ConfigError, match="is not replaced in a path") as caught:
         load_config(path, [f"data.validation={value}"], DPOConfig)
     assert "\n" not in str(caught.value)
 
@@ -141,16 +140,16 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("rollout: {options: {}}", "'rollout.options' (line 5). Did you mean 'rollout.engine.options'?"),
         ("train:\n  steps: many", "train.steps (line 6): expected a whole number, got the string 'many'"),
         ("train: {steps: 1.5}", "train.steps (line 5): expected a whole number, got the number 1.5"),
-        ("train: {steps: true}", "train.steps (line 5): a number is wanted, not true or false"),
+        ("train: {steps: true}", "train.steps (line 5): expected a number, not true or false"),
         ("train: {steps: 0}", "train.steps (line 5): expected more than 0, got the number 0"),
         ("train: {seed: -1}", "train.seed (line 5): expected at least 0, got the number -1"),
         ("train: {seed: 9223372036854775808}", "train.seed (line 5): expected less than 9.22337e+18, got the number 9"),
         ("train: {profile_steps: [0]}", "train.profile_steps[0] (line 5): expected more than 0, got the number 0"),
         ("train: {profile_steps: [true]}", "train.profile_steps[0] (line 5): expected a whole number, got true"),
-        ("train: {profile_steps: [3, 3]}", "train.profile_steps (line 5): step 3 is there twice"),
+        ("train: {profile_steps: [3, 3]}", "train.profile_steps (line 5): step 3 is listed twice"),
         (
             "train: {steps: 4, profile_steps: [3, 5]}",
-            "train.profile_steps (line 5): there is no step 5: train.steps=4 is the last one",
+            "train.profile_steps (line 5): there is no step 5: the last step is train.steps=4",
         ),
         ("train:", "train (line 5): expected a mapping of keys to values, got nothing (null)"),
         ("algorithm: grpo", "algorithm (line 5): expected a mapping of keys to values, got the string 'grpo'"),
@@ -193,12 +192,12 @@ def test_all_problems_of_file_and_overrides_are_in_one_message(tmp_path: Path):
         ("train.steps", "is not of the form dotted.key=value"),
         ("=3", "is not of the form dotted.key=value"),
         ("train..steps=3", "is not of the form dotted.key=value"),
-        ("model.path.x=3", "sets a key inside model.path, which holds the string 'm'"),
+        ("model.path.x=3", "sets a key inside model.path, but model.path is no section: it holds the string 'm'"),
         ("train.steps={a: 1", "line 1, is not valid YAML"),
         ("nothing.at.all=3", "unknown key 'nothing' (in the override 'nothing.at.all=3')"),
-        ("+train.steps=3", "the override '+train.steps=3': in verl +key=value, ++key=value; here key=value"),
+        ("+train.steps=3", "the override '+train.steps=3': in verl +key=value, ++key=value; in enginehouse key=value"),
         ("++train.steps=3", "the override '++train.steps=3': in verl +key=value"),
-        ("~train.steps", "the override '~train.steps': in verl ~key; here "),
+        ("~train.steps", "the override '~train.steps': in verl ~key; in enginehouse "),
     ],
 )
 def test_an_override_that_cannot_be_applied_says_why(tmp_path: Path, override: str, said: str):
@@ -232,7 +231,7 @@ def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n"])
 def test_a_file_that_holds_no_sections_is_refused(tmp_path: Path, text: str):
-    assert "but a mapping of sections" in refusal(write(tmp_path, text))
+    assert "must contain a mapping of sections" in refusal(write(tmp_path, text))
 
 
 def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):
@@ -265,11 +264,11 @@ def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path):
             "missing key 'reward.functions.a.function': Registered name of a reward function, or m",
         ),
         ("reward.functions.a.weight=x", "reward.functions.a.weight"),
-        ("reward.functions.a.clip=[1, 0]", "the least score comes first, and is less than the largest"),
+        ("reward.functions.a.clip=[1, 0]", "expected the smallest score before the largest"),
         ("reward.functions.a.normalize=step", "expected one of 'none', 'group' or 'batch'"),
         ("reward.functions={'a/b': {function: x}}", "reward.functions"),
-        ("reward.functions.a.function=x", "one function is wanted, or several under functions"),
-        ("reward={arguments: {x: 1}, functions: {a: {function: x}}}", "each of the functions has arguments of its own"),
+        ("reward.functions.a.function=x", "expected function or functions, not both"),
+        ("reward={arguments: {x: 1}, functions: {a: {function: x}}}", "expected no arguments beside functions"),
     ],
 )
 def test_what_is_wrong_with_one_of_several_rewards_is_said(tmp_path: Path, override: str, said: str):

@@ -47,8 +47,8 @@ def test_each_page_shows_its_tables_as_they_stand():
         ("critic.rollout_n", "critic.engine, critic.path"),
         ("reward_model.model.path", "reward_model.path"),
         ("algorithm.lam", "algorithm.advantage.arguments.lam"),
-        ("+trainer.logger", "in verl trainer.logger; here run.trackers, a list of"),
-        ("report_to", "in TRL report_to; here run.trackers"),
+        ("+trainer.logger", "in verl trainer.logger; in enginehouse run.trackers, a list of"),
+        ("report_to", "in TRL report_to; in enginehouse run.trackers"),
     ],
 )
 def test_a_key_of_theirs_is_answered_with_its_row(tmp_path: Path, key: str, answer: str):
@@ -61,8 +61,9 @@ def test_each_key_of_a_section_of_theirs_is_answered(tmp_path: Path):
     said = refused(tmp_path, more="actor_rollout_ref: {actor: {optim: {lr: 1}, odd: 2}, model: {path: x}}\n")
     assert said.startswith("3 problems")
     assert "'actor_rollout_ref.actor.optim.lr' (line 4): in verl" in said
-    assert "'actor_rollout_ref.model.path' (line 4): in verl actor_rollout_ref.model.path; here model.path" in said
-    assert "'actor_rollout_ref.actor.odd' (line 4): nothing here is like it" in said
+    theirs = "actor_rollout_ref.model.path"
+    assert f"'{theirs}' (line 4): in verl {theirs}; in enginehouse model.path" in said
+    assert "'actor_rollout_ref.actor.odd' (line 4): enginehouse has no similar key" in said
 
 
 def test_a_key_of_ours_that_is_mistyped_is_not_taken_for_theirs(tmp_path: Path):
@@ -79,7 +80,8 @@ def test_a_key_of_ours_in_another_place_is_named_first(tmp_path: Path):
 
 
 def test_a_value_of_theirs_is_answered_with_its_row(tmp_path: Path):
-    assert "in verl kl, mse, low_var_kl; here k1, k2, k3" in refused(tmp_path, "algorithm.kl.estimator=low_var_kl")
+    said = refused(tmp_path, "algorithm.kl.estimator=low_var_kl")
+    assert "in verl kl, mse, low_var_kl; in enginehouse k1, k2, k3" in said
 
 
 def test_what_nobody_has_is_answered_with_nothing():

@@ -134,6 +134,6 @@ def test_a_resume_that_was_planned_before_another_one_ran_is_refused(tmp_path: P
     quick = RunDirectory.create(first.path, "", resumed=checkpoint)
     quick.log(4, {"loss": 1.0})
     quick.finish("interrupted")
-    with pytest.raises(ConfigError, match="another process went on with the run"):
+    with pytest.raises(ConfigError, match="another process has resumed the run"):
         slow.open()
     assert '"step": 4' in (first.path / "metrics.jsonl").read_text()

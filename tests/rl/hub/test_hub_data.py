@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):
     assert f"{NAME} at {first}" in planned("--resume", "train.steps=2")
     hub.datasets[NAME].branches["v2"] = second
     said = refused("--resume", "train.steps=2", f"data.train={NAME}@{second}:main/train")
-    assert f"which is the commit {second[:12]}, and the run began with {first[:12]}" in said
+    assert f"which is the commit {second[:12]}, but the run began with {first[:12]}" in said
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):
     hub.models[NAME].branches["v2"] = second
     said = refused("train", "grpo.yaml", "--resume", "train.steps=2", f"model.path={NAME}@v2")
     assert (
-        f"--resume: model.path is {NAME}@v2, which is the commit {second[:12]}, and the run began with {first[:12]}"
+        f"--resume: model.path is {NAME}@v2, which is the commit {second[:12]}, but the run began with {first[:12]}"
         in said
     )
     for spelled in (NAME, f"{NAME}@main", f"{NAME}@{first}"):

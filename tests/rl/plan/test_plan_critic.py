@@ -37,8 +37,8 @@ def test_a_critic_that_does_not_follow_the_actors_backend_is_noted(make: Callabl
     """Options of its own make it an engine of its own, whose backend is the default."""
     own = ["critic.shares=actor", "critic.engine.options.lr=1e-3"]
     said = (
-        "critic.engine names no backend, so the default, 'torch', runs it: it does not follow the actor, which 'fsdp' "
-        "runs. For that too, set critic.engine.backend=fsdp"
+        "critic.engine names no backend, so the default backend 'torch' runs the critic, and not 'fsdp', the backend "
+        "of the actor. To use that one, set critic.engine.backend=fsdp"
     )
     fsdp = "actor.engine.backend=fsdp"
     planned = make(GAE, fsdp, *own)
@@ -57,8 +57,8 @@ def test_roles_may_live_in_two_pools(make: Callable[..., Plan]):
     assert (planned.roles["reference"].shares, planned.roles["reference"].processes) == ("critic", 2)
     facts = dict(planned.facts)
     assert facts["critic"] == (
-        "model: torch with the actor's options, 2 ranks, in separate processes; clipped_value loss; trained "
-        "alone in the first 3 steps"
+        "model: torch with the actor's options, 2 ranks, in separate processes; clipped_value loss; the "
+        "actor is not trained in the first 3 steps"
     )
     assert facts["reference"].startswith("model, in the critic's processes; 0.1 times")
 
@@ -78,7 +78,7 @@ def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["critic.warmup_steps=10"], "critic.warmup_steps is 10 and train.steps 10: the actor would never be trained"),
+        (["critic.warmup_steps=10"], "critic.warmup_steps must be less than train.steps (10), not 10: "),
         (["critic.shares=reference"], "critic.shares is reference, which is no role of this run that is placed before"),
         (
             ["critic.shares=critic"],
@@ -86,10 +86,13 @@ def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable
         ),
         (
             ["critic.loss.name=clipped_policy"],
-            "critic.loss.name: 'clipped_policy' is a loss of logprobs; losses of values are",
+            "critic.loss.name must be a loss of values, but 'clipped_policy' is a loss of logprobs: ",
         ),
-        (["algorithm.loss.name=clipped_value"], "algorithm.loss.name: 'clipped_value' is a loss of values"),
-        (["critic.shares=actor", "critic.processes=2"], "critic.processes is 2, and critic.shares is actor"),
+        (
+            ["algorithm.loss.name=clipped_value"],
+            "algorithm.loss.name must be a loss of logprobs, but 'clipped_value' is",
+        ),
+        (["critic.shares=actor", "critic.processes=2"], "critic.processes is 2, but critic.shares is actor"),
         (["critic.engine.backend=fdsp"], "critic.engine.backend: "),
         (["critic.loss.name=clipped_valeu"], "critic.loss.name"),
         (["critic.loss.arguments.clop=1"], "critic.loss.arguments"),
@@ -104,13 +107,13 @@ def test_a_critic_that_cannot_be_is_refused(make: Callable[..., Plan], overrides
 
 def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], project: Project):
     project.make_model("other", vocab_size=32)
-    with pytest.raises(UserError, match=r"critic\.path: other has a vocabulary of 32 tokens, model\.path one of 31"):
+    with pytest.raises(UserError, match=r"critic\.path: other has a vocabulary of 32 tokens, but model\.path has 31"):
         make(GAE, "critic.path=other")
 
 
 def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.engines.VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(UserError, match=r"critic\.engine\.backend: engine 'torch' has no value heads"):
+    with pytest.raises(UserError, match=r"critic\.engine\.backend: engine 'torch' cannot train a value head"):
         make(GAE)
 
 
@@ -130,7 +133,7 @@ def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(m
     project.make_model("other", pad_token_id=0, eos_token_id=2)
 
     def noted(path: str) -> list[str]:
-        return [note for note in make(f"reward_model.path={path}").notes if "pads with its end" in note]
+        return [note for note in make(f"reward_model.path={path}").notes if "token for padding" in note]
 
     assert len(noted("judge")) == 1
     assert noted("other") == []
@@ -142,7 +145,7 @@ def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(m
         (["reward_model.weight=2"], "reward_model is set, but has no path"),
         (["reward_model.path=nowhere"], "reward_model.path: "),
         (["reward_model.path=judge", "rollout.keep.name=mixed_rewards"], "rollout.keep: mixed_rewards needs the"),
-        (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), and a "
+        (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), but a "
          "sample may need 25"),
     ],
 )  # fmt: skip
@@ -166,24 +169,24 @@ def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], pro
     shutil.copytree(with_value_head(tiny_model(vocabulary=31)), project.root / "judge")
     save_file({"lm_head.weight": np.zeros((1, 4), np.float32)}, project.make_model("policy") / "model.safetensors")
     assert make("reward_model.path=judge").roles["reward_model"]
-    with pytest.raises(UserError, match=r"reward_model\.path: policy has no score\.weight, so it would score nothing"):
+    with pytest.raises(UserError, match=r"reward_model\.path must be a sequence classifier .* but policy has no score"):
         make("reward_model.path=policy")
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["name=gdpo", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'gdpo' does not read"),
-        (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'distillation' does not"),
-        (["name=gdpo", "weight=0.0"], "reads each reward by itself, and no weight or normalize"),
-        (["name=gdpo", "normalize=group"], "reads each reward by itself, and no weight or normalize"),
+        (["name=gdpo", "kl={coefficient: 0.1, place: reward}"], "but the advantage 'gdpo' does not read the reward"),
+        (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "but the advantage 'distillation' does not"),
+        (["name=gdpo", "weight=0.0"], "reads each reward separately, before weight and normalize are applied"),
+        (["name=gdpo", "normalize=group"], "reads each reward separately, before weight and normalize are applied"),
         (
             ["name=gdpo", "each=[1, 2]"],
-            "arguments.weights: 2 numbers, one for each reward; there are 1",
+            "arguments.weights must have a number for each reward: it has 2 numbers, but the number of rewards is 1",
         ),
-        (["name=gdpo", "model=2.0"], "reads each reward by itself, and no weight or normalize"),
-        (["name=remax", "normalize=batch"], "which has no normalized reward and no score of a reward model"),
-        (["name=remax", "model=1.0"], "which has no normalized reward and no score of a reward model"),
+        (["name=gdpo", "model=2.0"], "reads each reward separately, before weight and normalize are applied"),
+        (["name=remax", "normalize=batch"], "gets no normalized reward and no score of a reward model"),
+        (["name=remax", "model=1.0"], "gets no normalized reward and no score of a reward model"),
     ],
 )
 def test_what_an_advantage_would_not_read_of_the_rewards_is_refused(make, project, overrides, said):

@@ -156,7 +156,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
     ("given", "said"),
     [
         ("singleturn", "environment.name: unknown environment 'singleturn'. Did you mean 'single_turn'?"),
-        ("games.Game", "has a colon: games:Game"),
+        ("games.Game", "name your own function as games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
         ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
         ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, but must be: its result"),
@@ -224,23 +224,25 @@ def test_an_environment_sees_the_columns_and_says_that_it_needs_the_reward(make:
     project.config["reward"] = {}
     with pytest.raises(UserError, match=r"environment\.arguments: no column 'clue' in \['answer'"):
         make("environment.name=games:Scoring")
-    with pytest.raises(UserError, match=r"set reward\.function.*'games:Asking' has it score what was answered"):
+    with pytest.raises(UserError, match=r"set reward\.function.*'games:Asking' needs a reward for its answers"):
         make("environment.name=games:Asking")
 
 
 def test_a_reward_that_nothing_asks_for_is_noted(make: Callable[..., Plan], project: Project):
     def notes(*overrides: str) -> list[str]:
-        return [note for note in make(*overrides).notes if "asks for" in note]
+        return [note for note in make(*overrides).notes if "unused" in note]
 
     assert notes() == notes("environment.name=games:Asking") == notes("environment.name=games:Depending") == []
     assert notes("environment.name=games:Telling") == [
-        "the environment 'games:Telling' scores its episodes itself and never asks for reward: that is unused"
+        "the environment 'games:Telling' scores its episodes itself, so reward is unused"
     ]
     (maybe,) = notes("environment.name=games:Sure")
-    assert maybe.startswith("the environment 'games:Sure' does not say whether it asks for reward, which is unused")
+    assert maybe.startswith(
+        "the environment 'games:Sure' does not declare whether it uses reward (context.score), so reward"
+    )
     project.config["reward"] = {"functions": {"form": {"function": "scoring:right"}}}
     (several,) = notes("environment.name=games:Telling")
-    assert several.endswith("never asks for reward.functions: that is unused")
+    assert several.endswith("so reward.functions is unused")
     project.config["reward"] = {}
     assert notes("environment.name=games:Telling") == notes("environment.name=games:Sure") == []
 

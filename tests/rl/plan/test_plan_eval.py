@@ -54,7 +54,7 @@ def test_only_what_generates_runs_and_only_held_out_prompts_are_read(make, proje
     assert (rollout.processes, rollout.shares, rollout.trained, rollout.transport) == (2, None, False, None)
     said = planned.render()
     assert "6 of held_out.jsonl, answered greedily: 6 answers" in said
-    assert "what it serves is read back and compared" in said
+    assert "the served weights are read back and compared" in said
     assert "--resume" not in said
 
 
@@ -89,7 +89,7 @@ def test_an_evaluation_writes_beside_the_configs_run_and_never_over_anything(mak
     assert make().run_directory.name == "eval-model-2"
     assert make("run.directory=runs/mine").run_directory.name == "mine"
     run = trained_run(project, 3)
-    with pytest.raises(ConfigError, match="holds a run that trained, with its models or checkpoints"):
+    with pytest.raises(ConfigError, match="holds models or checkpoints of a training run"):
         make("run.directory=runs/one", "run.overwrite=true")
     assert (run / "models" / "step-000003").is_dir()
 

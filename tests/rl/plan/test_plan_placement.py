@@ -75,8 +75,8 @@ def test_devices_are_shared_where_they_do_not_suffice_for_both(on_gpus, gpus, ov
 def test_a_plan_says_why_devices_are_shared(on_gpus):
     (said,) = [text for title, text in on_gpus(1, FSDP, SLEEPS).facts if title == "rollout"]
     assert said.endswith(
-        "taking turns with the actor on its devices (the engine needs its own process; 1 visible GPU, and with "
-        "its own the run would need 2)"
+        "taking turns with the actor on its devices (the engine needs its own process; 1 visible GPU, but 2 are "
+        "needed if the rollout has its own)"
     )
 
 
@@ -102,14 +102,19 @@ SHARED = "rollout.placement=shared"
             1,
             [FSDP, SLEEPLESS],
             "but only 1 is visible on this machine; actor and rollout cannot",
-            "'sleepless' cannot give",
+            "'sleepless' cannot release",
         ),
-        (1, ["actor.engine.backend=stays", SLEEPS], "cannot take turns on them, as engine 'stays' cannot give", ""),
-        (1, [FSDP, SLEEPS, "train.staleness=1"], "cannot take turns on them, as train.staleness is 1", ""),
-        (2, [SLEEPS, SHARED, "train.staleness=1"], "shared, where actor and rollout take turns: train", "set"),
-        (2, [SLEEPLESS, SHARED], "engine 'sleepless' cannot give its memory up", "set rollout.placement=auto"),
+        (1, ["actor.engine.backend=stays", SLEEPS], "cannot take turns on these GPUs, because engine 'stays'", ""),
+        (1, [FSDP, SLEEPS, "train.staleness=1"], "cannot take turns on these GPUs, because train.staleness is 1", ""),
+        (2, [SLEEPS, SHARED, "train.staleness=1"], "shared, but actor and rollout cannot take turns: train", "set"),
+        (2, [SLEEPLESS, SHARED], "engine 'sleepless' cannot release its memory", "set rollout.placement=auto"),
         (8, [SLEEPS, SHARED, "actor.processes=4", *split(4, 2)], "need the devices of 8 processes", "replicas=2"),
-        (8, [SLEEPS, SHARED, "actor.processes=2", *split(1, 4)], "of the actor, which has 2", "actor.processes=4"),
+        (
+            8,
+            [SLEEPS, SHARED, "actor.processes=2", *split(1, 4)],
+            "of the actor, but the actor has 2",
+            "actor.processes=4",
+        ),
         (8, [FSDP, SLEEPS, "actor.processes=16", *split(8, 2)], "needs 16 GPUs (actor 16), but only 8 are visible", ""),
         (
             8,
@@ -120,7 +125,7 @@ SHARED = "rollout.placement=shared"
                 "reference.engine.backend=stays",
                 "reference.shares=actor",
             ],
-            "so are the reference's devices: engine 'stays' cannot",
+            "takes turns with the reference, but engine 'stays' cannot",
             "(reference.processes)",
         ),
     ],

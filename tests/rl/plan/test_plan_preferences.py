@@ -56,7 +56,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
         "reference   model, in the actor's processes",
         "algorithm   sigmoid loss, beta 0.1",
         "data        40 pairs in pairs.jsonl, each used 1 times",
-        "a step      8 pairs, at most 512 tokens, read again to find their gradient",
+        "a step      8 pairs, at most 512 tokens, computed twice to find the gradient",
         "validation  40 pairs, every 2 steps and after the last step",
         "the run     5 steps, an optimizer step each",
     ]
@@ -78,7 +78,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
         (DPOConfig, ["algorithm.loss=kto"], DataError, "pairs.jsonl has no column 'completion'"),
         (DPOConfig, [*KTO, "algorithm.label_smoothing=0.1"], ConfigError, "only algorithm.loss=sigmoid takes it"),
         (DPOConfig, ["algorithm.desirable_weight=2"], ConfigError, "only algorithm.loss=kto takes it, not sigmoid"),
-        (DPOConfig, [*KTO, "train.rows_per_step=1"], ConfigError, "needs at least 2"),
+        (DPOConfig, [*KTO, "train.rows_per_step=1"], ConfigError, "must be at least 2"),
         (DPOConfig, ["reference.processes=1"], ConfigError, "reference.processes: the reference needs its own"),
         (DPOConfig, ["reference.path=nowhere"], UserError, "reference.path"),
         (DPOConfig, ["reward.function=scoring:right"], ConfigError, "unknown key 'reward'"),
@@ -97,7 +97,7 @@ def test_a_validation_that_nothing_can_be_read_for_is_noted(make: Make):
 
 def test_kto_is_not_validated_on_one_row(make: Make, project: Project):
     project.write_rows("one.jsonl", [{"prompt": "1+1=", "completion": "2", "label": True}])
-    with pytest.raises(ConfigError, match=r"data\.validation has one row: kto compares"):
+    with pytest.raises(ConfigError, match=r"data\.validation must have at least 2 rows"):
         make(DPOConfig, *KTO, "data.validation=one.jsonl")
 
 
@@ -123,7 +123,7 @@ def test_a_reward_model_needs_room_for_a_token_more(make: Make):
 
 def test_a_backend_without_value_heads_trains_no_reward_model(make: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.engines.VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(ConfigError, match=r"actor\.engine\.backend: engine 'torch' has no value heads"):
+    with pytest.raises(ConfigError, match=r"actor\.engine\.backend: engine 'torch' cannot train a value head"):
         make(RMConfig)
 
 

@@ -98,7 +98,7 @@ def test_a_reference_that_cannot_be_is_refused(make: Callable[..., Plan], overri
 
 def test_a_reference_in_the_actors_processes_runs_in_their_runtime(make: Callable[..., Plan]):
     other = f"reference.engine={{backend: torch, runtime: {sys.executable}}}"
-    said = f"reference.shares is actor, which runs in current, and reference in {sys.executable}: processes have one"
+    said = f"reference.shares is actor, which runs in current, but reference needs {sys.executable}: a process has"
     assert said in refusal(make, KL, other, "reference.shares=actor")
 
 

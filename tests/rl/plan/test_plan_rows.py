@@ -87,7 +87,7 @@ def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
     project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
     said = "\n".join(make().notes)
-    assert "lengths of 512 of 2,000 prompts of train.jsonl were looked at, those of the longest texts" in said
+    assert "lengths of 512 of 2,000 prompts of train.jsonl were checked, beginning with the longest texts" in said
     project.write_rows(
         "train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)] + [{**GOOD, "prompt": "1" * 17}]
     )
@@ -101,7 +101,7 @@ def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], pr
     make(*longer)
     project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 121}])
     said = refusal(make, *longer)
-    assert "row 10 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new ones" in said
+    assert "row 10 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new tokens" in said
     assert "within the model's positions (max_position_embeddings), 128" in said
     assert "(9 rows" not in said
     make(*longer, "rollout.sampling.max_tokens=7")
@@ -168,10 +168,10 @@ def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Call
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": rope}))
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 125}] * 9)
     said = refusal(make, "data.max_prompt_tokens=200")
-    assert "more than the 120 that leave room for 8 new ones" in said
+    assert "more than the 120 that leave room for 8 new tokens" in said
     assert "the model's RoPE" in said
     said = refusal(make, "rollout.engine.options.max_model_tokens=256")
-    assert "rollout.engine.options.max_model_tokens is 256, and beyond 128 tokens" in said
+    assert "rollout.engine.options.max_model_tokens must be at most 128, not 256" in said
 
 
 def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):
@@ -226,7 +226,7 @@ def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan
     assert "no data file mroe.jsonl" in refusal(make, "data.train=[train.jsonl, mroe.jsonl]")
     for wrong in ("[]", "7", "[train.jsonl, 7]"):
         assert "data.train (in the override 'data.train=" in (said := refusal(make, f"data.train={wrong}"))
-        assert "a path is wanted, or a list of paths" in said
+        assert "expected a path or a list of paths" in said
 
 
 def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: Callable[..., Plan], project: Project):
@@ -234,7 +234,7 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
     assert not make(resumable).notes
     project.write_rows("same.jsonl", [GOOD] * 2000)
     notes = make(resumable, "data.train=same.jsonl", "data.validation=train.jsonl").notes
-    assert "of the 2,000 prompts of same.jsonl only 1 differ" in notes[0]
+    assert "only 1 of the 2,000 prompts of same.jsonl differ" in notes[0]
     assert "1 of 40 validation prompts of train.jsonl are in same.jsonl too" in notes[1]
     (note,) = make(resumable, "data.validation=train.jsonl").notes
     assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
@@ -247,7 +247,7 @@ def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(mak
     project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
     assert not make(*options).notes
     project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
-    assert "of the 3 prompts of train.jsonl only 2 differ" in make(*options).notes[0]
+    assert "only 2 of the 3 prompts of train.jsonl differ" in make(*options).notes[0]
 
 
 def test_demonstrations_are_looked_at_too(make_sft: Callable[..., SFTPlan], project: Project):
@@ -308,17 +308,17 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("{train.jsonl: 0}", "the weight of train.jsonl is 0: a number above 0 is wanted"),
-        ("{train.jsonl: -1}", "the weight of train.jsonl is -1"),
-        ("{train.jsonl: .inf}", "the weight of train.jsonl is inf"),
-        ("{train.jsonl: much}", "the weight of train.jsonl is 'much'"),
-        ("{train.jsonl: true}", "the weight of train.jsonl is True"),
-        ("{a: train.jsonl}", "the weight of a is 'train.jsonl': a number above 0 is wanted"),
-        ("{}", "a path is wanted, or a list of paths"),
+        ("{train.jsonl: 0}", "expected a number above 0 as the weight of train.jsonl, not 0"),
+        ("{train.jsonl: -1}", "the weight of train.jsonl, not -1"),
+        ("{train.jsonl: .inf}", "the weight of train.jsonl, not inf"),
+        ("{train.jsonl: much}", "the weight of train.jsonl, not 'much'"),
+        ("{train.jsonl: true}", "the weight of train.jsonl, not True"),
+        ("{a: train.jsonl}", "expected a number above 0 as the weight of a, not 'train.jsonl'"),
+        ("{}", "expected a path or a list of paths"),
         ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
         (
             "{train.jsonl: 1, few.jsonl: 3}",
-            "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, which has only 5 prompts",
+            "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, but that file has only 5 prompts",
         ),
         ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, but none of its rows is left"),
     ],
@@ -373,7 +373,7 @@ def test_a_metric_that_no_validation_measures_is_refused(make: Callable[..., Pla
 )
 def test_what_a_validation_measures_can_choose_the_best_model(make, metric, overrides):
     notes = make(f"train.save_best={metric}", *overrides).notes
-    assert "train.save_best is set, and train.validate_every is 0: the last step's model is the best" in notes
+    assert "train.save_best is set, but train.validate_every is 0: the model of the last step is the best" in notes
     assert not any(
         "save_best" in note for note in make(f"train.save_best={metric}", "train.validate_every=2", *overrides).notes
     )
@@ -430,7 +430,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, pro
     project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
     rows = [{"prompt": "1", "response": "2"}] * 39 + [{"prompt": "1", "response": "="}]
     project.write_rows("demonstrations.jsonl", rows)
-    with pytest.raises(UserError, match=r"row 40 \(line 40\): a token has no embedding, as 40, '=': the model has 40"):
+    with pytest.raises(UserError, match=r"\(line 40\): the model has no embedding for a token, such as 40, '=': it"):
         make() if command == "train" else plan_of_demonstrations(project)
 
 
@@ -441,12 +441,12 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
     project.write_rows("demonstrations.jsonl", rows)
     facts = dict(plan_of_demonstrations(project, "data.max_tokens=99").facts)
     assert facts["lengths"] == (
-        "of 40 demonstrations of demonstrations.jsonl: median 21 tokens, 95 % to 21, longest 44"
+        "of 40 demonstrations of demonstrations.jsonl: median 21 tokens, 95 % up to 21, longest 44"
     )
     seen = facts["first row"]
     said = seen.replace("|", "")
     assert "row 1 (line 1)" in seen
-    assert said.endswith("learned are the 8 in [[ ]]: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
+    assert said.endswith("the 8 in [[ ]] are learned: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
 
 
 def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(make, project: Project, monkeypatch):
@@ -458,7 +458,7 @@ def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(m
     assert [text for name, text in facts if name == "first row"] == [
         "one.jsonl, row 1 (line 1), 1 tokens: 1", "two.jsonl, row 1 (line 1), 3 tokens: 2|2|=",
     ]  # fmt: skip
-    assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % to 3, longest 3") in facts
+    assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % up to 3, longest 3") in facts
     assert not {"first row", "lengths"} & {name for name, _ in make("data.train=[one.jsonl, two.jsonl]").facts}
 
 
@@ -468,7 +468,7 @@ def test_responses_that_are_empty_are_counted(project: Project):
     project.write_tokenizer(chat_template=CHATML)
     project.write_rows("demonstrations.jsonl", rows)
     (note,) = [note for note in plan_of_demonstrations(project, "data.max_tokens=99").notes if "empty" in note]
-    assert "of 2 of 40 rows that were read, the response is empty" in note
+    assert "in 2 of the 40 rows that were read, the response is empty" in note
     assert "row 39 (line 39)" in note
 
 
@@ -481,5 +481,5 @@ def test_supervised_rows_are_given_a_system_message_and_template_arguments(proje
 
 
 def test_arguments_that_the_run_gives_a_template_itself_are_refused(project: Project):
-    with pytest.raises(UserError, match=r"'tools' is said by the run itself"):
+    with pytest.raises(UserError, match=r"must not contain 'tools', because the run itself sets it"):
         plan_of_demonstrations(project, "data.template_arguments={tools: []}")

@@ -85,12 +85,12 @@ def test_stages_of_packages_run_where_the_config_names_them_or_the_advantage_nee
     [
         (["stages.my_brevety={}"], r"stages\.my_brevety: unknown stage 'my_brevety'. Did you mean 'my_brevity'"),
         (["stages.my_judge={}"], r"the stage 'my_judge' has a model: set stages\.my_judge\.path to its directory"),
-        (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may say its arg"),
+        (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may set only"),
         (["stages.my_judge={path: judge, arguments: {wait: 1}}"], r"stages\.my_judge\.arguments.*'wait'"),
-        (["stages.my_teacher={path: teacher, arguments: {wait: 1}}"], "the stage has no function that takes any"),
+        (["stages.my_teacher={path: teacher, arguments: {wait: 1}}"], "the stage has no function that takes arguments"),
         ([MIXTURE], r"needs the column 'my_teacher_logprobs' of the stage 'my_teacher', which has a model: set stages"),
         (["stages.my_teacher.path=nowhere"], r"stages\.my_teacher\.path: .*nowhere"),
-        (["stages.my_judge.path=headless"], r"stages\.my_judge\.path: headless has no score\.weight, so it would"),
+        (["stages.my_judge.path=headless"], r"stages\.my_judge\.path must be .* but headless has no score\.weight"),
     ],
 )
 def test_a_stage_that_cannot_run_is_refused_with_the_key_and_a_cure(staged, overrides: list[str], said: str):
@@ -112,7 +112,7 @@ def test_a_column_that_no_stage_adds_is_refused_with_the_nearest(distributions: 
         """,
     )
     manager = load_plugins(enabled=["torch", "typo"], strict=True)
-    with pytest.raises(UserError, match=r"the advantage 'typo' needs the column 'vaules'\. Did you mean 'values'"):
+    with pytest.raises(UserError, match=r"the column 'vaules', which no earlier stage adds\. Did you mean 'values'"):
         project.planned("algorithm.advantage.name=typo", plugins=manager)
-    with pytest.raises(UserError, match=r"the stage 'after' needs the column 'advantages'\. Available"):
+    with pytest.raises(UserError, match=r"the column 'advantages', which no earlier stage adds\. Available"):
         project.planned("stages.after={}", plugins=manager)

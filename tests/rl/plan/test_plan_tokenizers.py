@@ -41,9 +41,9 @@ def beside(make: Callable[..., Plan], project: Project) -> Callable[..., Plan]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_other_strings_of_the_same_number_are_refused(beside: Callable[..., Plan], role: str):
-    with pytest.raises(UserError, match="share a tokenizer") as caught:
+    with pytest.raises(UserError, match="must have the same tokenizer") as caught:
         beside(role, [*STRINGS[23::-1], *STRINGS[24:]])
-    assert "other has 'token23' as token 0, where model.path has 'token0' as token 0, and 24 of 26 tokens" in str(
+    assert "other has 'token23' as token 0, but model.path has 'token0' as token 0; 24 of 26 tokens" in str(
         caught.value
     )
 
@@ -63,9 +63,9 @@ def test_two_forms_of_one_tokenizer_are_equal(beside: Callable[..., Plan]):
 @pytest.mark.parametrize(
     ("strings", "rows", "said"),
     [
-        (STRINGS, 25, "other knows 25 tokens, and model.path has a token 25"),
-        ([*STRINGS[:24], "<end>", "<pad>"], 31, "has '<end>' as token 24, where model.path has '<pad>' as token 24"),
-        (STRINGS[:20], 31, "has no token 20, where model.path has 'token20' as token 20, and 4 of 26 tokens"),
+        (STRINGS, 25, "other has embeddings for 25 tokens, but model.path has a token 25"),
+        ([*STRINGS[:24], "<end>", "<pad>"], 31, "has '<end>' as token 24, but model.path has '<pad>' as token 24"),
+        (STRINGS[:20], 31, "has no token 20, but model.path has 'token20' as token 20; 4 of 26 tokens"),
     ],
 )  # fmt: skip
 def test_a_model_that_reads_some_tokens_otherwise_is_refused(beside, strings, rows, said):
@@ -75,7 +75,7 @@ def test_a_model_that_reads_some_tokens_otherwise_is_refused(beside, strings, ro
 @pytest.mark.parametrize(("added", "said"), [(["<pad>", "<eot>"], "'<eot>' as token 25"), (["<pad>"], "no token 25")])
 def test_an_added_token_by_another_name_is_noted(beside: Callable[..., Plan], added: list[str], said: str):
     (note,) = [note for note in beside("reference", [*STRINGS[:24], *added]).notes if "added tokens" in note]
-    assert f"1 of the actor's added tokens by no such name (it has {said}, where model.path has '<end>'" in note
+    assert f"lacks 1 of the actor's added tokens (it has {said}, but model.path has '<end>'" in note
 
 
 def test_a_tokenizer_in_another_form_is_read_by_transformers(tmp_path: Path):

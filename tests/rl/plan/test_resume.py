@@ -100,21 +100,21 @@ def edit_loop(old: str, new: str) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut": (cut, "actor/__0_0.distcp has 100 bytes, 256 were written"),
-    "zeroed": (zero, "the content of actor/__0_0.distcp is not what was written"),
-    "a bit flipped": (flip, "the content of actor/__0_0.distcp is not what was written"),
+    "cut": (cut, "actor/__0_0.distcp has 100 bytes, but 256 were written"),
+    "zeroed": (zero, "the content of actor/__0_0.distcp has changed since it was written"),
+    "a bit flipped": (flip, "the content of actor/__0_0.distcp has changed since it was written"),
     "a file missing": (lambda place: (place / "actor" / "__0_0.distcp").unlink(), "actor/__0_0.distcp is missing"),
     "no .metadata": (lambda place: (place / "actor" / ".metadata").unlink(), "actor/.metadata is missing"),
     "no actor": (lambda place: shutil.rmtree(place / "actor"), "actor/ is missing"),
     "no loop.json": (lambda place: (place / "loop.json").unlink(), "loop.json is missing"),
-    "loop.json empty": (lambda place: (place / "loop.json").write_text(""), "loop.json is no JSON: Expecting value"),
-    "loop.json nested": (lambda place: (place / "loop.json").write_text("[" * 50_000), "loop.json is no JSON: "),
-    "loop.json no mapping": (lambda place: (place / "loop.json").write_text("[]"), "loop.json holds no JSON object"),
-    "loop.json cut": (lambda place: os.truncate(place / "loop.json", 50), "loop.json is no JSON: "),
-    "a digit": (edit_loop('"version": 3', '"version": 8'), "loop.json is not what was written"),
-    "a type": (edit_loop('"step": 3', '"step": "3"'), "loop.json is not what was written"),
-    "a key": (edit_loop('"step"', '"stop"'), "loop.json is not what was written"),
-    "the format": (edit_loop('"format": 2', '"format": 1'), "loop.json is not what was written"),
+    "loop.json empty": (lambda place: (place / "loop.json").write_text(""), "loop.json is not valid JSON: Expecting"),
+    "loop.json nested": (lambda place: (place / "loop.json").write_text("[" * 50_000), "loop.json is not valid JSON: "),
+    "loop.json no mapping": (lambda place: (place / "loop.json").write_text("[]"), "loop.json must hold a JSON object"),
+    "loop.json cut": (lambda place: os.truncate(place / "loop.json", 50), "loop.json is not valid JSON: "),
+    "a digit": (edit_loop('"version": 3', '"version": 8'), "loop.json has changed since it was written"),
+    "a type": (edit_loop('"step": 3', '"step": "3"'), "loop.json has changed since it was written"),
+    "a key": (edit_loop('"step"', '"stop"'), "loop.json has changed since it was written"),
+    "the format": (edit_loop('"format": 2', '"format": 1'), "loop.json has changed since it was written"),
     "no digest": (edit_loop('"digest"', '"digits"'), "loop.json lacks its digest"),
 }
 
@@ -158,7 +158,7 @@ def test_without_a_whole_checkpoint_nothing_is_gone_on_with(resume: Make, run: R
     flip(leave_checkpoint(run, project, 3))
     said = refusal(resume)
     assert f"no checkpoint of the run in {run.path} is intact (step-000003: the content of actor/__0_0.distcp" in said
-    assert "step-000002: actor/__0_0.distcp has 100 bytes, 256 were written)" in said
+    assert "step-000002: actor/__0_0.distcp has 100 bytes, but 256 were written)" in said
     assert "in another directory" in said
 
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
 def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirectory, project: Project):
     lines = Path("train.jsonl").read_text().splitlines(keepends=True)
     Path("train.jsonl").write_text("".join(reversed(lines)))
-    assert "--resume: data.train: train.jsonl has other content than when" in refusal(resume)
+    assert "--resume: data.train: train.jsonl has changed since" in refusal(resume)
     Path("train.jsonl").write_text("".join(lines))
     resume()
 
@@ -213,12 +213,12 @@ def test_other_weights_under_the_same_name_are_refused(resume, run, project, tmp
     leave_checkpoint(run, project, 3, *given)
     resume(*given)
     save_file({"weights": numpy.float32(1.2) * weights}, other / "more.safetensors")
-    assert f"--resume: the model in {other} has other files, or others in them" in refusal(resume, *given)
+    assert f"--resume: the files of the model in {other} have changed since" in refusal(resume, *given)
 
 
 def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: RunDirectory, project: Project):
     (leave_checkpoint(run, project, 3) / "loop.json").write_text('{"format": 3}')
-    assert "written by a later enginehouse (format 3" in refusal(resume)
+    assert "written by a later enginehouse: it has format 3" in refusal(resume)
 
 
 def test_without_the_flag_an_earlier_run_with_checkpoints_is_refused_and_the_flag_named(project, plugins, run):
@@ -313,11 +313,11 @@ def test_where_a_run_goes_on_is_nobodys_business(resume: Make, run: RunDirectory
 
 
 def test_a_run_that_has_taken_its_steps_needs_more_of_them(resume: Make, run: RunDirectory):
-    assert "has taken 2 steps, and train.steps is 1: raise it" in refusal(resume, "train.steps=1")
+    assert "has taken 2 steps, but train.steps is 1: raise train.steps" in refusal(resume, "train.steps=1")
     resume("train.steps=2")  # interrupted before its model was saved
     run.last_step = 10
     run.finish("finished")
-    assert "has taken 10 steps, and train.steps is 10: raise it" in refusal(resume)
+    assert "has taken 10 steps, but train.steps is 10: raise train.steps" in refusal(resume)
     assert any("steps 3 to 10 are repeated" in note for note in resume("train.steps=12").notes)
 
 

@@ -190,7 +190,7 @@ def test_each_role_has_a_folder_of_its_name(run: RunDirectory):
     staged = run.checkpoints.stage(5)
     checkpoint = replace(at(5), roles=("actor", "critic"))
     (staged / "actor").mkdir()
-    with pytest.raises(EnginehouseError, match="the critic's state of step 5 is not at"):
+    with pytest.raises(EnginehouseError, match="the critic did not write its state of step 5 to"):
         run.checkpoints.publish(staged, checkpoint)
     (staged / "critic").mkdir()
     place = run.checkpoints.publish(staged, checkpoint)
@@ -241,4 +241,4 @@ def test_a_checkpoint_that_names_no_roles_is_read_by_its_folders(run: RunDirecto
     assert (newest.state_of("actor") / "weights").read_text() == "weights"
     (place / "actor" / "weights").unlink()
     (place / "actor").rmdir()
-    assert find_newest_checkpoint(run.path) == (None, {place: "no role's folder is there"})
+    assert find_newest_checkpoint(run.path) == (None, {place: "it contains no folder of a role"})

@@ -43,7 +43,7 @@ def test_metrics_are_on_disk_when_log_returns(run: RunDirectory):
 
 
 def test_a_directory_that_only_looks_writable_is_refused_by_its_key():
-    with pytest.raises(ConfigError, match=r"run\.directory: /proc/a-run cannot be made"):
+    with pytest.raises(ConfigError, match=r"run\.directory: cannot create /proc/a-run"):
         RunDirectory.create("/proc/a-run", "a: 1\n")
 
 

@@ -88,10 +88,10 @@ def test_what_is_started_is_said_as_it_comes(monkeypatch: pytest.MonkeyPatch):
     with progress, progress.task("starting workers"):
         now[0] += 12.5
         progress.report_arrival("2 processes of actor")
-        assert progress.part == "2 processes of actor: there after 12.5 s"
+        assert progress.part == "2 processes of actor: ready after 12.5 s"
         progress.start(1)
         assert progress.part == ""
-    assert stream.getvalue().splitlines()[:2] == ["starting workers ...", "  2 processes of actor: there after 12.5 s"]
+    assert stream.getvalue().splitlines()[:2] == ["starting workers ...", "  2 processes of actor: ready after 12.5 s"]
 
 
 def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):

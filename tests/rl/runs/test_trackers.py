@@ -193,7 +193,7 @@ def test_mlflow_begins_a_new_run_where_the_server_is_another(tmp_path: Path, mon
     take_steps(path, "mlflow", 3, loss=10.0, after=2)
     take_steps(path, "mlflow", 4, loss=10.0, after=3)
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "at MLFLOW_TRACKING_URI: a new one begins there, with the steps so far" in said
+    assert "at MLFLOW_TRACKING_URI: a new run begins there, with the steps so far" in said
     client = MlflowClient(tracking_uri=other)
     (run,) = client.search_runs([client.get_experiment_by_name("enginehouse").experiment_id])
     assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [

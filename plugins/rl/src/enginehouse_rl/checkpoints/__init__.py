@@ -1,10 +1,10 @@
 """Checkpoints of a run: their contents, their paths, and the newest complete one.
 
 A checkpoint is a directory `checkpoints/step-000100/` in the run directory. It contains a folder for each trained role,
-which the role's engine writes and reads, and `loop.json` with the state of the loop, its config and data, and the
-digests of all files. `store` creates checkpoints, and `enginehouse_rl.loop.checkpoint_writer` decides when. A
-checkpoint is complete if all its files are unchanged since they were written. To check this, every byte is read before
-a process starts.
+which the role's engine writes and reads. It also contains `loop.json`: the state of the loop, the config of the run,
+and digests of the training data, the models and all files of the checkpoint. `store` creates checkpoints, and
+`enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is complete if all its files are unchanged since they
+were written. To check this, a resumed run reads every byte before it starts any process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ CHECKPOINTS = "checkpoints"
 """The directory of the checkpoints in a run directory."""
 LOOP_FILE = "loop.json"
 FORMAT = 2
-"""Version of `loop.json`, raised if older code would misread the file; it keeps its digest. Format 1 had no digests."""
+"""Format version of `loop.json`. Raise it if older code would misread the file, but do not change how its digest is
+computed: older code checks the digest before the version. Format 1 had no digests."""
 LARGE_BYTES = 4 * 2**30
-"""Reading a checkpoint larger than this is announced, because it may take a while."""
+"""A larger checkpoint is announced before it is read, because reading it may take a while."""
 
 Files = Mapping[str, tuple[int, str]]
 """Size in bytes and digest of each file of a checkpoint, by its path in the checkpoint."""
@@ -44,17 +45,17 @@ class Checkpoint:
     Attributes:
         step: the last step whose update it contains.
         elapsed_seconds: elapsed seconds of the run when it was written.
-        loop: the loop's own state, as plain data.
+        loop: the state of the training loop, as plain data.
         config: the run's config at that time, as plain data.
-        kind: the command that runs such a config, `"train"` or another of `enginehouse_rl.config.schema.SCHEMAS`.
+        kind: the command that runs such a config, `"train"` or another key of `enginehouse_rl.config.schema.SCHEMAS`.
         data: digests of the training files, by their paths in the config; empty in format 1.
         models: digests of the models from which roles started (`model_digest`), by their paths in the config; empty if
             an older enginehouse wrote it.
         files: size in bytes and digest of each file, by its path in the directory; empty in format 1.
         roles: the roles whose state it contains, each in a folder of its name.
-        passed_over: damaged checkpoints of later steps, which this checkpoint replaces.
-        record: record of the run, read just before this checkpoint was looked for. If it has changed, another process
-            has resumed the run.
+        passed_over: damaged checkpoints of later steps. The run resumes from this checkpoint instead.
+        record: content of `run.json` just before the search for this checkpoint. If `run.json` has changed since then,
+            another process has resumed the run.
     """
 
     path: Path
@@ -94,20 +95,23 @@ class Checkpoint:
         """Read `loop.json` in the directory `path`, and no other file.
 
         Raises:
-            ConfigError: a later version of enginehouse wrote it.
-            OSError, ValueError, KeyError, TypeError: it is damaged.
+            ConfigError: a later version of enginehouse wrote the file.
+            OSError, ValueError, KeyError, TypeError: the file is missing or damaged.
         """
         try:
             content = decode_json((path / LOOP_FILE).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
+            raise ValueError(f"{LOOP_FILE} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{LOOP_FILE} holds no JSON object")
+            raise ValueError(f"{LOOP_FILE} must hold a JSON object")
         digest = content.pop("digest", None)
         if digest is not None and digest != _digest(content):
-            raise ValueError(f"{LOOP_FILE} is not what was written")
+            raise ValueError(f"{LOOP_FILE} has changed since it was written")
         if content["format"] > FORMAT:
-            raise ConfigError(f"{path} was written by a later enginehouse (format {content['format']}, here {FORMAT})")
+            raise ConfigError(
+                f"{path} was written by a later enginehouse: it has format {content['format']}, but this enginehouse "
+                f"reads formats up to {FORMAT}"
+            )
         if content["format"] > 1 and digest is None:
             raise ValueError(f"{LOOP_FILE} lacks its digest")
         return cls(
@@ -119,13 +123,13 @@ class Checkpoint:
         )  # fmt: skip
 
     def check_files(self) -> None:
-        """Check that every byte of every file is what was written.
+        """Check that no byte of any file has changed since it was written.
 
         Raises:
-            OSError, ValueError: a file differs.
+            OSError, ValueError: a file has changed or is missing.
         """
         if not self.roles:
-            raise ValueError("no role's folder is there")
+            raise ValueError("it contains no folder of a role")
         for role in self.roles:
             if not self.state_of(role).is_dir():
                 raise ValueError(f"{role}/ is missing")
@@ -134,21 +138,20 @@ class Checkpoint:
             if not file.is_file():
                 raise ValueError(f"{name} is missing")
             if (size_found := file.stat().st_size) != size:
-                raise ValueError(f"{name} has {size_found} bytes, {size} were written")
+                raise ValueError(f"{name} has {size_found} bytes, but {size} were written")
         if (total := sum(size for size, _ in self.files.values())) > LARGE_BYTES:
             log.warning("reading all %.1f GiB of %s to check that it is intact", total / 2**30, self.path)
         digests = file_digests(self.path / name for name in self.files)
         for name, (_, digest) in self.files.items():
             if digests[str(self.path / name)] != digest:
-                raise ValueError(f"the content of {name} is not what was written")
+                raise ValueError(f"the content of {name} has changed since it was written")
 
 
 def digest_files(directory: Path) -> dict[str, tuple[int, str]]:
-    """Return size and digest of each file in `directory`, for `Checkpoint.files`, and ensure that all files are on
-    disk.
+    """Return the size and digest of each file in `directory`, for `Checkpoint.files`, and fsync all of them.
 
     Raises:
-        OSError: a file cannot be read, or not be written to disk.
+        OSError: a file cannot be read or fsynced.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = file_digests(files, to_disk=True)
@@ -161,7 +164,7 @@ def _list_folders(directory: Path) -> list[str]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of `content` as JSON reads it back, with strings for all keys."""
+    """Return the digest of `content` after a round trip through JSON, which turns all keys into strings."""
     return text_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True))
 
 
@@ -181,7 +184,7 @@ def find_newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict
     """Return the newest complete checkpoint of a run, or None, and the problem of each newer checkpoint.
 
     Raises:
-        ConfigError: a later version of enginehouse wrote it.
+        ConfigError: a later version of enginehouse wrote a checkpoint.
     """
     damaged: dict[Path, str] = {}
     for _, path in list_checkpoints(run_directory):

@@ -29,7 +29,7 @@ class CheckpointStore:
 
     Args:
         newest_step: step of the checkpoint from which the run resumes.
-        kept: the number of newest checkpoints to keep. Older ones serve if the newest is damaged.
+        kept: the number of newest checkpoints to keep. If the newest is damaged, a run resumes from an older one.
 
     Attributes:
         newest_step: step of the newest checkpoint that was published or resumed from; None before the first.
@@ -41,10 +41,10 @@ class CheckpointStore:
         self.newest_step = newest_step
 
     def clear_partial(self) -> None:
-        """Delete the remains of interrupted writes. No process may be writing.
+        """Delete the remains of interrupted writes. No process may write checkpoints meanwhile.
 
-        Nothing is restored, because a run writes no step's checkpoint twice. If a checkpoint came back after the run
-        had been cut to an earlier step, the metrics up to it would be missing.
+        A whole checkpoint whose deletion was interrupted is deleted too, and never restored. A resumed run may have cut
+        its metrics at an earlier step. With the checkpoint restored, the metrics up to its step would be missing.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -58,20 +58,21 @@ class CheckpointStore:
             log.warning("the damaged checkpoint %s is now %s, and can be deleted", path, aside.name)
 
     def stage(self, step: int) -> Path:
-        """Create a new directory, in which each trained role's engine then writes a folder of the role's name."""
+        """Create a hidden directory for a checkpoint. The engine of each trained role then writes a folder in it, which
+        has the name of the role."""
         staged = self._directory / f".{name_checkpoint(step)}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
     def publish(self, staged: Path, checkpoint: Checkpoint, files: Files | None = None) -> Path:
         """Turn a staged directory, which contains the roles' state, into the checkpoint of its step, and delete the
-        oldest ones.
+        oldest checkpoints.
 
         Args:
             staged: directory that `stage` created.
             checkpoint: checkpoint to write beside the roles' state; its path and files are ignored.
             files: the result of `digest_files(staged)`, which reads every byte; None: it is computed here. Empty: there
-                was no time for it, so it is not ensured that the files are on disk either.
+                was no time to compute it, so the files are not fsynced either.
 
         Raises:
             EnginehouseError: a role's state is missing, because workers and controller share no file system.
@@ -79,8 +80,8 @@ class CheckpointStore:
         for role in checkpoint.roles:
             if not (staged / role).is_dir():
                 raise EnginehouseError(
-                    f"the {role}'s state of step {checkpoint.step} is not at {staged / role}, where it was told to "
-                    f"write it. Do the {role}'s node and this one share the file system of run.directory? They have to."
+                    f"the {role} did not write its state of step {checkpoint.step} to {staged / role}: the node of "
+                    f"the {role} and this node must share the file system of run.directory"
                 )
         place = self._directory / name_checkpoint(checkpoint.step)
         files = digest_files(staged) if files is None else files

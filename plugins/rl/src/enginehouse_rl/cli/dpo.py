@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @training_command
 def dpo(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a policy with DPO or KTO by the YAML file CONFIG.
+    """Train a policy with DPO or KTO, configured by the YAML file CONFIG.
 
     The rows of the data are pairs {prompt, chosen, rejected}; with algorithm.loss=kto they are rated responses
     {prompt, completion, label}.
 
-    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, with the value in YAML. --resume and exit codes are as for `enginehouse train`.
 
     \b
     enginehouse dpo dpo.yaml train.steps=200 algorithm.beta=0.05

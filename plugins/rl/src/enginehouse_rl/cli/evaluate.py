@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchmark: str | None, show: Show) -> None:
     """Evaluate a model on the validation prompts of a training config.
 
-    The config's environment plays the prompts of data.validation and its reward scores the responses. evaluation.* sets
-    how responses are generated. OVERRIDES are those of `enginehouse train`.
+    The environment of the config answers the prompts of data.validation, and the reward scores the responses. The keys
+    evaluation.* set how responses are generated. OVERRIDES are as for `enginehouse train`.
 
     \b
     enginehouse eval grpo.yaml --model runs/grpo evaluation.samples_per_prompt=8
     enginehouse eval Qwen/Qwen3-0.6B --benchmark gsm8k,ifeval rollout.engine.backend=vllm
 
-    Exit codes are those of `enginehouse train`. Metrics and files: docs/evaluating.md.
+    Exit codes are as for `enginehouse train`. Metrics and files: docs/evaluating.md.
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config, make_config

@@ -1,6 +1,7 @@
-"""The program that replaces a run which was ended by force. It lets observers write their files about the run.
+"""The program that replaces the process of a run which was ended by force. It calls the observers' `run_recorded`.
 
-`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE, after at most `SECONDS` or at a signal.
+`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE when the observers have ended, after `SECONDS`,
+or at a signal.
 """
 
 import contextlib

@@ -71,7 +71,7 @@ def _choose(sections: list[ReferenceSection], prefix: str) -> list[ReferenceSect
         chosen += [section._replace(keys=keys)] if keys else []
     if not chosen:
         names = {key.name.rpartition(".")[0] for section in sections for key in section.keys}
-        raise ConfigError(f"no key begins with {prefix!r}. {nearest(prefix, names)}. `enginehouse keys` lists all")
+        raise ConfigError(f"no key begins with {prefix!r}. {nearest(prefix, names)}. `enginehouse keys` lists all keys")
     return chosen
 
 
@@ -111,7 +111,7 @@ def _write_page() -> str:
 
 
 def _write_tables(sections: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
-    """Write a table for each section; sections that are in `but` too are only named."""
+    """Write a table for each section. A section that `but` contains as well gets only its heading."""
     for section in sections:
         yield from ("", f"### {section.name}", "")
         if but and section in but:

@@ -1,4 +1,4 @@
-"""Options that are common to all commands which run a config."""
+"""Options that all commands which run a config have in common."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--quiet` and `--json` to a command, which gets `show`: `"quiet"`, the receiver of events, or None.
+    """Add `--quiet` and `--json` to a command. The command gets `show`: `"quiet"`, the receiver of events, or None.
 
-    With `--json`, only events are written to standard output from here on, because imports for a plan may already
-    print.
+    With `--json`, standard output is reserved for events before the command begins, because the imports for a plan may
+    already print.
     """
 
     @click.option("-q", "--quiet", is_flag=True, help="Print only the final result.")

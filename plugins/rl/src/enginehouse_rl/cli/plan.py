@@ -77,8 +77,8 @@ def plan(
                 raise
             refusal = str(error).replace(SUGGEST, "")
             if (layout := find_layout(load_config(config, overrides, schema), make_plan, visible_gpus())) is None:
-                raise ConfigError(f"{refusal}\nNone of the other layouts that were tried can start") from error
+                raise ConfigError(f"{refusal}\nThe run cannot start with any other layout that was tried") from error
             changes, fitting = layout
             click.echo(f"{refusal}\n", err=True)
-            click.echo(f"With these it can start:\n\n  {' '.join(changes)}\n\n{fitting.render()}")
+            click.echo(f"The run can start with these overrides:\n\n  {' '.join(changes)}\n\n{fitting.render()}")
             raise SystemExit(2) from error

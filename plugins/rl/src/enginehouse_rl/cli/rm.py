@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @training_command
 def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a reward model by the YAML file CONFIG.
+    """Train a reward model, configured by the YAML file CONFIG.
 
     The rows of the data are pairs {prompt, chosen, rejected}. The run writes a model for
     AutoModelForSequenceClassification of transformers.
 
-    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, with the value in YAML. --resume and exit codes are as for `enginehouse train`.
 
     \b
     enginehouse rm rm.yaml train.steps=200 actor.engine.options.lr=1e-5

@@ -53,10 +53,11 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
     """Build the trainer, create the run directory, run the plan, and report how it ended.
 
     Args:
-        build: Makes the trainer, which then reads its data. It does its own imports, so that a rejected plan never pays
-            for them. The run directory is created after it, so that wrong data does not cost an earlier run.
-        show: `"quiet"`: shows nothing while the plan runs; a callable: gets the events instead; None: shows what the
-            terminal can show.
+        build: Makes the trainer, which reads its data when it is made. `build` itself imports the trainer, so that a
+            rejected plan does not wait for these imports. The run directory is created after `build` returns, so that
+            no earlier run is deleted if the data is wrong.
+        show: `"quiet"`: nothing is shown while the plan runs; a callable: it gets the events, and nothing is shown;
+            None: progress is shown as far as the terminal can show it.
 
     Raises:
         UserError: The run failed because of a user's mistake, here or on a worker.
@@ -124,7 +125,7 @@ def _make_run_directory(plan: RunPlan) -> RunDirectory:
 
 
 def _make_interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
-    """Return the signal handling, which records and reports a run that is ended by force."""
+    """Return the handler of signals. If the run is ended by force, the handler records and reports that."""
     from enginehouse_rl.runs import describe_saved
 
     def report() -> None:
@@ -152,7 +153,8 @@ def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outc
 
 
 def tell_recorded(directory: str, outcome: Outcome) -> None:
-    """Call the observers' `run_recorded` on the directory of a run that has ended. Their errors do not fail the run."""
+    """Call the observers' `run_recorded` with the directory of a run that has ended. An observer's error is only
+    logged."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.errors import PluginError
 
@@ -184,7 +186,7 @@ def _exit_interrupted(run: RunDirectory, progress: Progress, code: int, error: B
     with contextlib.suppress(OSError):
         if run.opened:
             if isinstance(error, Exception):
-                click.echo(f"While the run was ended: {_describe(error)}", err=True)
+                click.echo(f"An error occurred while the run was ending: {_describe(error)}", err=True)
             _print_end(run, progress, "interrupted")
         click.echo(describe_saved(run), err=True)
     for stream in (sys.stdout, sys.stderr):
@@ -207,9 +209,7 @@ def _raise_failure(run: RunDirectory, error: BaseException) -> NoReturn:
     if isinstance(blamed, OSError) and (
         blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
     ):
-        blamed = EnginehouseError(
-            f"the disk of {run.path} does not take what the run writes: {describe_os_error(blamed)}"
-        )
+        blamed = EnginehouseError(f"the run cannot write to the disk of {run.path}: {describe_os_error(blamed)}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run, so it must not look interrupted
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
     if blamed is not error:
@@ -236,14 +236,14 @@ def _print_end(run: RunDirectory, progress: Progress, status: Status) -> None:
 
 
 def _trace_calls(run: RunDirectory) -> Callable[[], None]:
-    """Draw worker-group calls on the run's timeline, and return the function that stops this."""
+    """Draw the calls of worker groups on the run's timeline, and return a function that stops the drawing."""
     from enginehouse.controller.tracing import add_listener
 
     return add_listener(run.timeline.call)
 
 
 def run_config(command: str, config: str, overrides: Sequence[str], *, resume: bool, show: Show) -> None:
-    """Plan and run a config of `enginehouse train`, `sft`, `dpo` or `rm`. Errors are those of `run_plan`."""
+    """Plan and run a config of `enginehouse train`, `sft`, `dpo` or `rm`. It raises the same errors as `run_plan`."""
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS
     from enginehouse_rl.plan.plan import PLANS

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @training_command
 def sft(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a model on demonstrations by the YAML file CONFIG.
+    """Train a model on demonstrations, configured by the YAML file CONFIG.
 
-    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, with the value in YAML. --resume and exit codes are as for `enginehouse train`.
 
     \b
     enginehouse sft examples/quickstart/sft.yaml

@@ -1,4 +1,4 @@
-"""Reads YAML with the line of every key, and writes YAML so that it reads back the same.
+"""Reads YAML together with the line of every key, and writes YAML that reads back as an equal value.
 
 Plain scalars follow YAML 1.2, and not YAML 1.1 as in PyYAML: `1e-5` is a number; `on`, `yes` and `off` are strings;
 `0777` is seven hundred and seventy-seven; `12:30` and `2026-01-01` are strings.
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} stands twice, first in line {seen[key.value]}",
+                    problem=f"the key {key.value!r} occurs twice, first in line {seen[key.value]}",
                     problem_mark=key.start_mark,
                 )
             seen[key.value] = line
@@ -78,7 +78,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read one YAML document.
 
     Args:
-        text: the document; an empty document is None.
+        text: the document; an empty document has the value None.
         source: the document's name in errors: a path, or an override.
 
     Returns:
@@ -105,7 +105,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def dump(value: Any) -> str:
-    """Write mappings, lists and scalars as YAML that `parse` reads back equal, with keys in their order."""
+    """Write mappings, lists and scalars as YAML that `parse` reads back as an equal value, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
 
 

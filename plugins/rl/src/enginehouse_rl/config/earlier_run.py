@@ -24,7 +24,7 @@ def read_record(directory: Path) -> Mapping[str, Any]:
 
 
 def count_steps(record: Mapping[str, Any]) -> int:
-    """Return the number of steps that a run took, from its record; 0 if the record does not say."""
+    """Return the number of steps that a run took, from its record; 0 if the record does not contain the number."""
     steps = record.get("steps")
     return steps if isinstance(steps, int) else 0
 

@@ -1,7 +1,7 @@
-"""Reads a config: one YAML file and dotted overrides. Errors name the key, its place and the solution.
+"""Reads a config: one YAML file and dotted overrides. Errors name the key, its line or override, and the solution.
 
 Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, as in a
-shell, and not to the file.
+shell, and not to the directory of the config.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
 """The prefixes of Hydra's overrides, and their names in `migration.md`."""
 
 MISTYPED = 0.85
-"""Similarity to one of our keys (0 to 1) below which a key counts as another project's, as `trainer` does."""
+"""Smallest similarity (0 to 1) to a key of enginehouse at which an unknown key counts as mistyped. A less similar key,
+such as `trainer`, may belong to another project."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
@@ -67,7 +68,7 @@ def make_config(data: dict[str, Any], overrides: Sequence[str] = (), schema: typ
 
 
 def _override(data: dict[str, Any], overrides: Sequence[str], sources: _Sources, schema: type[BaseModel]) -> list[str]:
-    """Apply overrides to `data` in place, and check the result; return the problems of both."""
+    """Apply overrides to `data` in place, and check the result. Return the problems of both steps."""
     problems = [problem for override in overrides for problem in _apply_override(data, override, sources)]
     return problems + check(schema, data, sources)[1]
 
@@ -79,19 +80,20 @@ def is_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 
 def dump_config(config: BaseModel) -> str:
-    """Write a config, including defaults, as YAML that loads equal to it."""
+    """Write a config, including defaults, as YAML that loads as an equal config."""
     return dump(config.model_dump())
 
 
 @dataclass
 class _Sources:
-    """The line and the override in which each key was written, for messages."""
+    """The line or the override in which each key was written, for messages."""
 
     lines: dict[Key, str]
     overridden: dict[Key, str] = field(default_factory=dict)
 
     def locate(self, key: Key) -> str:
-        """Describe where `key` was written, and each override inside it; otherwise where its section was written."""
+        """Describe where `key` was written, and each override of a key inside it. If there is neither, describe where
+        the section of `key` was written."""
         places = [text for place in (self.lines, self.overridden) if (text := place.get(key))]
         places += [text for inner, text in self.overridden.items() if _is_inside(inner, key)]
         for length in range(len(key) - 1, 0, -1):
@@ -126,7 +128,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         return {}, lines
     if not isinstance(data, dict):
         value = _describe_value(data)
-        raise ConfigError(f"{path} contains {value}, but a mapping of sections (model, data, ...) is expected")
+        raise ConfigError(f"{path} must contain a mapping of sections (model, data, ...), not {value}")
     return data, lines
 
 
@@ -142,7 +144,8 @@ def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
 
 
 def _name_nearest(path: Path) -> str:
-    """Name the file with the nearest name to a missing file, or the missing directory; empty if there is neither."""
+    """Name the file whose name is nearest to that of a missing file, or name the directory if it is missing too. Empty
+    if no file has a similar name."""
     folder = path.parent
     if not folder.is_dir():
         return f": its directory {folder} does not exist either (the current directory is {Path.cwd()})"
@@ -173,7 +176,8 @@ def _apply_override(data: dict[str, Any], override: str, sources: _Sources) -> l
             section_name = ".".join(key[:depth])
             return [
                 *problems,
-                f"the override {override!r} sets a key inside {section_name}, which holds {_describe_value(inner)}",
+                f"the override {override!r} sets a key inside {section_name}, but {section_name} is no section: it "
+                f"holds {_describe_value(inner)}",
             ]
         section = inner
     section[key[-1]] = value
@@ -200,8 +204,8 @@ def check(
 
     Args:
         prefix: the dotted key of `data`, for messages: `"actor.engine.options"`.
-        instead: returns advice on a key that `schema` lacks, given as a dotted key without the prefix; empty: no
-            advice.
+        instead: returns advice on a key that `schema` lacks; an empty text is no advice. It gets the dotted key without
+            the prefix.
 
     Returns:
         The model and no messages, or None and one message for each problem.
@@ -231,7 +235,8 @@ def _describe(
         answers = {} if advice or mistyped else answer_keys(key, detail["input"], prefix)
         if any(answers.values()):
             return [
-                f"unknown key {_join(prefix, path)!r}{_locate(path, sources)}: {answer or 'nothing here is like it'}"
+                f"unknown key {_join(prefix, path)!r}{_locate(path, sources)}: "
+                f"{answer or 'enginehouse has no similar key'}"
                 for path, answer in answers.items()
             ]
         hint = advice or nearest(key[-1], fields)
@@ -288,7 +293,7 @@ _EXPECTED = {
 
 
 def _locate(key: Key, sources: _Sources | None) -> str:
-    """Return the place where a key was written, in brackets."""
+    """Return the place where a key was written, in parentheses; empty if unknown."""
     place = sources.locate(key) if sources else ""
     return f" ({place})" if place else ""
 
@@ -328,7 +333,7 @@ def _suggest_namesake(key: Key, schema: type[BaseModel], prefix: str) -> str:
 
 
 def answer_keys(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
-    """Return our name for another project's key, or for each key of its section; empty where unknown."""
+    """Return the answer of `answer_key` to another project's key or, if the key is a section, to each key inside it."""
     if isinstance(value, dict) and value:
         return {
             path: answer

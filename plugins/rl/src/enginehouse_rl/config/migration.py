@@ -1,4 +1,4 @@
-"""Translates keys and values of verl and TRL to their names here.
+"""Translates keys and values of verl and TRL to their names in enginehouse.
 
 The tables are in `migration.md` beside this file; `docs/from-verl.md` and `docs/from-trl.md` show them.
 """
@@ -16,8 +16,9 @@ class Row(NamedTuple):
 
     Attributes:
         values: true if the row is about values, and not about keys.
+        names: the keys or values of the other project in the left-hand cell.
         theirs: the left-hand cell, about the other project.
-        ours: the right-hand cell.
+        ours: the right-hand cell, about enginehouse.
     """
 
     project: str
@@ -27,11 +28,11 @@ class Row(NamedTuple):
     ours: str
 
     def __str__(self) -> str:
-        return f"in {self.project} {self.theirs}; here {self.ours}".replace("`", "")
+        return f"in {self.project} {self.theirs}; in enginehouse {self.ours}".replace("`", "")
 
 
 def answer_key(key: str) -> str:
-    """Return the name here of another project's dotted key; empty if no project is known to have it.
+    """Return the enginehouse name of another project's dotted key; empty if no project is known to have the key.
 
     Both the key and the table may use short names: `rollout.n` and `n` mean `actor_rollout_ref.rollout.n`.
     """
@@ -42,7 +43,7 @@ def answer_key(key: str) -> str:
 
 
 def answer_value(value: object) -> str:
-    """Return the name here of another project's value; empty if no project is known to have it."""
+    """Return the enginehouse name of another project's value; empty if no project is known to have the value."""
     return next((str(row) for row in _read_rows() if row.values and value in row.names), "")
 
 

@@ -1,4 +1,4 @@
-"""Checks the directories that a config names: the model's must contain a model, the run's must be free for the run."""
+"""Checks that the model directory of a config contains a model, and that a run may use its run directory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
         path: a directory, relative to the current directory.
 
     Raises:
-        ModelError: it is not a directory; it lacks `config.json`, safetensors weights or a tokenizer, all of which the
-            message lists; or a file of weights is damaged.
+        ModelError: `path` is not a directory, lacks `config.json`, safetensors weights or a tokenizer (the message
+            lists everything that is missing), or has a damaged file of weights.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -51,8 +51,8 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
     if missing and "adapter_config.json" in files:
         base = _read_json(directory / "adapter_config.json", key).get("base_model_name_or_path")
         raise ModelError(
-            f"{key}: {path} is an adapter of {base}, but a full model is expected: merge it with peft "
-            "(merge_and_unload, save_pretrained), or train with train.export=both"
+            f"{key} must be a full model, but {path} is an adapter of {base}: merge it with peft (merge_and_unload, "
+            "save_pretrained), or train with train.export=both"
         )
     if missing:
         raise ModelError(
@@ -108,12 +108,12 @@ def check_run_directory(
     if not path.exists():
         parent = next(above for above in path.parents if above.exists())
         if not parent.is_dir():
-            raise ConfigError(f"run.directory: {path} cannot be made, {parent} is a file")
-        _check_writable(parent, f"run.directory: {path} cannot be made, {parent} may not be written to")
+            raise ConfigError(f"run.directory: cannot create {path}, because {parent} is a file")
+        _check_writable(parent, f"run.directory: cannot create {path}, because {parent} is not writable")
         return None
     if not path.is_dir():
-        raise ConfigError(f"run.directory: {path} is a file")
-    _check_writable(path, f"run.directory: {path} may not be written to")
+        raise ConfigError(f"run.directory must be a directory, but {path} is a file")
+    _check_writable(path, f"run.directory: {path} is not writable")
     check_free(path)
     content = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
     if content and RUN_MARKER not in content:
@@ -141,11 +141,12 @@ def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
     """Refuse to delete a directory that contains a path of `needed`."""
     for key, path in needed.items():
         if Path(path).resolve().is_relative_to(directory.resolve()):
-            raise ConfigError(f"run.overwrite: {key} ({path}) lies in {directory} and would be deleted with it")
+            raise ConfigError(f"run.overwrite: {key} ({path}) is inside {directory} and would be deleted with it")
 
 
 def _check_writable(directory: Path, refusal: str) -> None:
-    """Reject a directory in which no other can be created. Permissions do not always show this, as in /proc."""
+    """Reject a directory in which no directory can be created. This creates one, because permissions do not always
+    show whether it is possible, as in /proc."""
     try:
         Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
     except OSError as error:
@@ -153,14 +154,14 @@ def _check_writable(directory: Path, refusal: str) -> None:
 
 
 def _explain_no_directory(path: str) -> str:
-    """Return the reason why `path` is no directory, with the nearest name that is one."""
+    """Return the reason why `path` is no directory, and suggest the directory with the nearest name."""
     directory = Path(path)
     if directory.exists():
-        return f"{path} is a file, but a model directory is expected"
+        return f"{path} must be a model directory, but is a file"
     if directory.is_symlink():
         return (
-            f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model "
-            "of a run directory is a link to the newest in its models/: copy that by cp -rL"
+            f"{path} is a broken link: {os.readlink(directory)} does not exist. `model` in a run directory is a link "
+            "to the newest model in models/: copy the model itself with cp -rL"
         )
     reason = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
     parent = directory.parent
@@ -201,5 +202,5 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {path} cannot be read: {describe_os_error(error)}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{key}: {path} does not hold a JSON object")
+        raise ModelError(f"{key}: {path} must hold a JSON object")
     return content

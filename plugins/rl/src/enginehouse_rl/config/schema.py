@@ -29,7 +29,7 @@ class Section(BaseModel):
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject `steps: true`, which pydantic would read as 1."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
-            raise ValueError("a number is wanted, not true or false")
+            raise ValueError("expected a number, not true or false")
         return value
 
 
@@ -37,13 +37,14 @@ _VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
 
 
 def _refuse_variables(paths: str | Iterable[str]) -> None:
-    """Reject a variable in a path here, because a pydantic union would report a problem for each of its types."""
+    """Reject a variable in a path, before pydantic checks the types of a union: it would repeat the problem for each
+    type."""
     for path in [paths] if isinstance(paths, str) else paths:
         if variable := _VARIABLE.search(path):
             raise ValueError(
-                f"{variable[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
-                "engine.env, and for arguments of rewards, environments and trackers): write the full path, or set "
-                "it on the command line, where the shell replaces the variable"
+                f"{variable[0]} is not replaced in a path; only ~ is, by the home directory (${{NAME}} works in "
+                "engine.env, and in arguments of rewards, environments and trackers): write the full path, or set it "
+                "on the command line, where the shell replaces the variable"
             )
 
 
@@ -60,7 +61,7 @@ def _check_paths(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(path, str) for path in value)):
         _refuse_variables(value)
         return value
-    raise ValueError("a path is wanted, or a list of paths")
+    raise ValueError("expected a path or a list of paths")
 
 
 def _check_optional_paths(value: Any) -> Any:
@@ -72,7 +73,9 @@ def _check_weighted_paths(value: Any) -> Any:
         return _check_paths(value)
     for path, weight in value.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise ValueError(f"the weight of {path} is {weight!r}: a number above 0 is wanted; leave out what has none")
+            raise ValueError(
+                f"expected a number above 0 as the weight of {path}, not {weight!r} (leave out unused files)"
+            )
     return _check_paths(list(value)) and value
 
 
@@ -119,7 +122,7 @@ _TEMPLATE_PARAMETERS = (
 
 def _refuse_own_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if own := [name for name in _TEMPLATE_PARAMETERS if name in arguments]:
-        raise ValueError(f"{own[0]!r} is said by the run itself, not by data.template_arguments")
+        raise ValueError(f"data.template_arguments must not contain {own[0]!r}, because the run itself sets it")
     return arguments
 
 
@@ -127,7 +130,7 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_refuse_own_argumen
 
 
 class DataConfig(Section):
-    """Prompts, as JSONL or Parquet files. The reward function also receives the other columns."""
+    """Prompts, as JSONL or Parquet files. The reward function also receives the other columns of the files."""
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
         description="File of training prompts, or a list of files, or a mapping from each file to its weight, such "
@@ -182,7 +185,7 @@ class DataConfig(Section):
             raise ValueError("expected the path of a file, or several paths by name, as in {aime: a.jsonl}")
         for name in value:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"{name!r} cannot name a file: give a name of letters, digits, _ . and -")
+                raise ValueError(f"expected names of letters, digits, _ . and -, not {name!r}")
         _refuse_variables(value.values())
         return value
 
@@ -202,9 +205,9 @@ class EngineConfig(Section):
     )
     runtime: str = Field(
         default="auto",
-        description="Python environment of the engine's workers. auto: the current one if it contains the engine, "
-        "otherwise the engine's own runtime; current: the current one; own: the engine's own runtime in any case. A "
-        "runtime's name or a path is accepted too.",
+        description="Python environment of the engine's workers. auto: the environment of this process if it contains "
+        "the engine, otherwise the engine's own runtime; current: the environment of this process; own: the engine's "
+        "own runtime in any case. The name of a runtime or a path is accepted too.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the engine by name; `enginehouse plugins show NAME` lists them"
@@ -231,7 +234,7 @@ class ActorConfig(Section):
     processes: int = Field(
         default=1,
         gt=0,
-        description="Number of processes in total. The engine's options decide how they share the model.",
+        description="Number of processes in total. The engine's options decide how the model is split among them.",
     )
 
 
@@ -281,7 +284,7 @@ class RolloutConfig(Section):
         description="Location of the replicas. colocated: in the actor's processes, which requires replicas to equal "
         "actor.processes; shared: in separate processes on the actor's devices, taking turns with the actor; "
         "separate: in separate processes on other devices; auto: colocated if possible, otherwise separate, or "
-        "shared if this machine has too few GPUs for that.",
+        "shared if this machine has too few GPUs for separate.",
     )
     samples_per_prompt: int = Field(
         default=8, gt=0, description="Number of responses sampled for each prompt of a step"
@@ -295,9 +298,9 @@ class RolloutConfig(Section):
     extra_groups: int = Field(
         default=0,
         ge=0,
-        description="Number of prompts begun beyond those that a step needs. The step trains on the prompts that are "
-        "answered first, which have the shorter responses. Prompts that are left over are sampled again later, so no "
-        "more than this number stay behind.",
+        description="Number of prompts that are begun in addition to those that a step needs. The step trains on the "
+        "prompts that are answered first, which have the shorter responses. The prompts left over are answered again "
+        "in a later step, so at most this number of prompts wait.",
     )
     on_failure: OnFailure = Field(
         default="fail",
@@ -310,7 +313,7 @@ class RolloutConfig(Section):
         default=None,
         gt=0,
         description="Time limit in seconds for an episode with everything that it waits for, or for all episodes of "
-        "a prompt if the environment makes them together. Unset: no limit.",
+        "a prompt if the environment runs them together. Unset: no limit.",
     )
 
 
@@ -330,8 +333,8 @@ class EnvironmentConfig(Section):
     processes: int = Field(
         default=0,
         ge=0,
-        description="Number of processes that run the environment, each with reward.processes for its rewards, so "
-        "that tokens and texts do not pass through the controller. 0: the controller runs it.",
+        description="Number of processes that run the environment. Each has its own reward.processes for the rewards, "
+        "and tokens and texts do not pass through the controller. 0: the controller runs the environment.",
     )
 
 
@@ -372,7 +375,7 @@ class EvaluationConfig(Section):
     benchmarks: list[str] = Field(
         default_factory=list,
         description="Names of benchmarks to answer as well, such as [gsm8k, math500, aime, gpqa, mmlu_pro, ifeval]. "
-        "Prompts and scores are those of lm-eval, and the data sets come from the hub; gsm8k@REVISION selects a "
+        "lm-eval defines their prompts and scores, and the data sets come from the hub; gsm8k@REVISION selects a "
         "revision.",
     )
     max_prompts: int | None = Field(
@@ -399,13 +402,13 @@ class AuxiliaryModelConfig(Section):
 
     engine: EngineConfig | None = Field(
         default=None,
-        description="Training engine. Unset: engine and options of the role whose processes it shares, otherwise the "
-        "actor's.",
+        description="Training engine of the model. Unset: engine and options of the role whose processes the model "
+        "shares, otherwise of the actor.",
     )
     processes: int | None = Field(
         default=None,
         gt=0,
-        description="Number of separate processes. Unset: as many as the actor's, if no processes are shared.",
+        description="Number of separate processes. Unset: as many as the actor has, if no processes are shared.",
     )
     shares: Literal["actor", "critic", "reference", "reward_model"] | None = Field(
         default=None,
@@ -442,7 +445,7 @@ class NamedRewardConfig(Section):
     )
     clip: tuple[float, float] | None = Field(
         default=None,
-        description="Smallest and largest score, before normalization and weight; scores beyond are set to the bound",
+        description="Smallest and largest score, before normalization and weight; scores beyond a bound are set to it",
     )
     normalize: Literal["none", "group", "batch"] = Field(
         default="none",
@@ -454,7 +457,7 @@ class NamedRewardConfig(Section):
     @classmethod
     def _in_order(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
         if clip is not None and not clip[0] < clip[1]:
-            raise ValueError("the least score comes first, and is less than the largest")
+            raise ValueError("expected the smallest score before the largest")
         return clip
 
 
@@ -497,9 +500,9 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _one_or_several(self) -> RewardConfig:
         if self.function is not None and self.functions:
-            raise ValueError("one function is wanted, or several under functions")
+            raise ValueError("expected function or functions, not both")
         if self.functions and self.arguments:
-            raise ValueError("each of the functions has arguments of its own")
+            raise ValueError("expected no arguments beside functions: give each of the functions its arguments")
         return self
 
     def list_rewards(self) -> Mapping[str, NamedRewardConfig]:
@@ -510,7 +513,7 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """The estimator that credits each sample."""
+    """The estimator of the advantage of each sample."""
 
     name: str = Field(default="grpo", description="Registered name of an advantage estimator, or module:function")
     arguments: dict[str, Any] = Field(
@@ -559,7 +562,7 @@ class RewardModelConfig(AuxiliaryModelConfig):
     weight: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="Factor by which its score is multiplied before it is added to the reward",
+        description="Factor by which the score is multiplied before it is added to the reward",
     )
 
 
@@ -581,8 +584,8 @@ class KLConfig(Section):
     estimator: KLEstimator | None = Field(
         default=None,
         description="Schulman's estimator of the divergence from one sample. The reward takes only k1, the loss only "
-        "k2, k3 and k3_unbiased, because the others do not hold the policy there. Unset: k1 in the reward, k3 in the "
-        "loss.",
+        "k2, k3 and k3_unbiased, because the others do not keep the policy close there. Unset: k1 in the reward, k3 "
+        "in the loss.",
     )
     place: Literal["loss", "reward"] = Field(
         default="loss", description="Place of the KL term. loss: added to the loss; reward: subtracted from the reward."
@@ -590,7 +593,7 @@ class KLConfig(Section):
     target: float | None = Field(
         default=None,
         gt=0,
-        description="Divergence in nats per token to which the coefficient is adapted step by step; requires "
+        description="Divergence in nats per token that the run aims at: each step adapts the coefficient; requires "
         "place=reward. Unset: the coefficient is constant.",
     )
 
@@ -601,7 +604,7 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The way from rewards to a gradient."""
+    """The computation of advantages and of the loss."""
 
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -615,10 +618,10 @@ class AlgorithmConfig(Section):
     )
     old_logprobs: Literal["rollout", "actor"] | None = Field(
         default=None,
-        description="Log-probabilities by which the ratio divides. rollout: as the rollout engine reported them; "
-        "actor: computed again by the actor. Unset: actor for a loss that needs them, such as gspo, for a clip range "
-        "below 0.05 in bfloat16, and with train.staleness, where tokens are also weighted by the gap to the "
-        "rollout's; otherwise rollout.",
+        description="Log-probabilities in the denominator of the policy ratio. rollout: as the rollout engine reported "
+        "them; actor: computed again by the actor. Unset: actor for a loss that needs those of the actor, such as "
+        "gspo, for a clip range below 0.05 in bfloat16, and with train.staleness, where tokens also get importance "
+        "weights; otherwise rollout.",
     )
 
 
@@ -631,9 +634,9 @@ class WeightsConfig(Section):
     effect_check_every: int = Field(
         default=50,
         ge=0,
-        description="Number of weight updates between two comparisons of the rollout's log-probabilities with the "
-        "actor's. The first update and the first that changes weights are compared too; of an engine that cannot be "
-        "read back, every update that changes weights. 0: never.",
+        description="Number of weight updates between two checks that compare log-probabilities of the rollout with "
+        "those of the actor. The first update and the first that changes weights are checked too. If an engine's "
+        "weights cannot be read back, every update that changes weights is checked. 0: never.",
     )
     effect_tolerance: float | None = Field(
         default=None,
@@ -650,7 +653,7 @@ _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
     description="Number of steps between checkpoints, from which --resume continues. 0: checkpoints are written only "
-    "by train.checkpoint_minutes, and if the run is interrupted or fails.",
+    "as train.checkpoint_minutes sets, and when the run is interrupted or fails.",
 )
 _CHECKPOINT_MINUTES = Field(
     default=15.0,
@@ -671,8 +674,8 @@ _MODELS_KEPT = Field(
 _EXPORT: Any = Field(
     default="merged",
     description="Form in which an actor with adapters is exported. merged: the merged model; adapter: the adapter, "
-    "as peft reads it; both: the merged model, with the adapter in its subdirectory adapter/. Without adapters the "
-    "model is exported in any case.",
+    "as peft reads it; both: the merged model, with the adapter in its subdirectory adapter/. An actor without "
+    "adapters requires merged, which exports its model.",
 )
 Export = Literal["merged", "adapter", "both"]
 
@@ -681,9 +684,9 @@ def _within_steps(profiled: list[int], info: ValidationInfo) -> list[int]:
     """Reject a step to profile that the run does not have or that is listed twice."""
     for place, step in enumerate(profiled):
         if step in profiled[:place]:
-            raise ValueError(f"step {step} is there twice")
+            raise ValueError(f"step {step} is listed twice")
         if step > (steps := info.data.get("steps", math.inf)):
-            raise ValueError(f"there is no step {step}: train.steps={steps} is the last one")
+            raise ValueError(f"there is no step {step}: the last step is train.steps={steps}")
     return profiled
 
 
@@ -691,8 +694,8 @@ ProfileSteps = Annotated[
     list[Annotated[int, Field(gt=0, strict=True)]],
     AfterValidator(_within_steps),
     Field(
-        description="Steps in which torch.profiler records each training process and the torch rollout engine. It "
-        "writes a trace of each to profiles/, and the longest spans to timeline.json. These steps take longer."
+        description="Steps in which torch.profiler records each training process and the torch rollout engine. A trace "
+        "of each is written to profiles/, and its longest spans to timeline.json. These steps take longer."
     ),
 ]
 
@@ -710,7 +713,7 @@ class TrainConfig(Section):
         default=0,
         ge=0,
         description="Number of weight versions by which a response may be behind. 0: responses are generated after "
-        "each update; 1: those of the next step are generated while this step trains; more: generation may run "
+        "each update; 1: responses of the next step are generated while this step trains; more: generation may run "
         "further ahead.",
     )
     seed: int = _SEED
@@ -723,8 +726,8 @@ class TrainConfig(Section):
     samples_tokens: int = Field(
         default=65_536,
         ge=0,
-        description="Maximum number of tokens in a file of samples that are written one by one, with "
-        "log-probability, advantage and version: those of the first rows, about 30 bytes each. 0: none.",
+        description="Maximum number of tokens for which a file of samples lists log-probability, advantage and "
+        "version, about 30 bytes for each token. They are the tokens of the first rows. 0: none.",
     )
     save_every: int = _SAVE_EVERY
     models_kept: int | None = _MODELS_KEPT
@@ -764,7 +767,8 @@ class ClusterConfig(Section):
         default=600.0,
         gt=0,
         description="Longest time in seconds that a worker's call may go without progress (a micro-batch computed, a "
-        "token sampled), and that a whole weight update may take. A start may take as long, and 300 s in any case.",
+        "token sampled), and that a whole weight update may take. The start of workers may take as long, or 300 s if "
+        "that is longer.",
     )
 
 
@@ -782,7 +786,7 @@ class PluginsConfig(Section):
 
 
 class TrackerConfig(Section):
-    """A tracker, which receives metrics beside the run directory."""
+    """A tracker, which receives metrics in addition to the run directory."""
 
     name: str = Field(description="Registered name of a tracker, such as tensorboard, wandb or mlflow, or module:Class")
     arguments: dict[str, Any] = Field(
@@ -908,7 +912,7 @@ class SFTTrainConfig(Section):
 
 
 class SFTConfig(Section):
-    """A supervised run, on the same engines."""
+    """A supervised run, on the engines of reinforcement learning."""
 
     model: ModelConfig
     data: SFTDataConfig
@@ -970,7 +974,7 @@ class DPODataConfig(PreferenceDataConfig):
 
 
 class DPOAlgorithmConfig(Section):
-    """The way from preferences to a gradient."""
+    """The loss on preferences."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "kto"] = Field(
         default="sigmoid",
@@ -1017,7 +1021,7 @@ class PreferenceTrainConfig(Section):
 
 
 class RMConfig(Section):
-    """A run that trains a reward model, on the same engines."""
+    """A run that trains a reward model, on the engines of reinforcement learning."""
 
     model: ModelConfig
     data: RMDataConfig
@@ -1029,7 +1033,7 @@ class RMConfig(Section):
 
 
 class DPOConfig(Section):
-    """A run that trains a policy on preferences, on the same engines."""
+    """A run that trains a policy on preferences, on the engines of reinforcement learning."""
 
     model: ModelConfig
     data: DPODataConfig

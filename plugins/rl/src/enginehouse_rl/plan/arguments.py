@@ -77,11 +77,11 @@ def check_call(
     called: str = "",
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that `function` can be called with keyword arguments of these `names`, after `positional` others.
+    """Check that `function` can be called with `positional` positional arguments, and with keyword arguments `names`.
 
     Args:
         source: the origin of the arguments, for messages: `"algorithm.loss.arguments"`.
-        positional: the number of positional arguments that come before them.
+        positional: the number of positional arguments.
         kind: the kind of function. The message names it when the arguments under `key` may belong to another function
             of this kind.
         called: description of the function for messages; empty: the function's own name.
@@ -100,7 +100,7 @@ def check_call(
     ordered = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
     if ordered < positional and Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
-            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, but gets {positional}"
+            f"{key}: {title}{inspect.signature(function)} must take {positional} positional arguments, not {ordered}"
         )
     known_names = {parameter.name for parameter in by_name if parameter.kind is not Parameter.POSITIONAL_ONLY}
     unknown = [name for name in names if name not in known_names]

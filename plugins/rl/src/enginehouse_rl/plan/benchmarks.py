@@ -1,4 +1,4 @@
-"""The settings with which a run reads the items of a benchmark again, and has the model answer them."""
+"""The settings of a benchmark. With them a run reads the items again, and generates the responses to them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkPlan:
-    """A benchmark.
+    """A benchmark that a run evaluates.
 
     Attributes:
         folder: the directory with the files of its data set.
         is_chat: true if its prompts are chat messages, which the model's chat template renders.
-        items: the number of its items.
+        items: the number of items to answer.
         max_tokens: the maximum number of tokens of a response.
         stop: strings at which the engine ends a response.
         description: description of its lm-eval task.

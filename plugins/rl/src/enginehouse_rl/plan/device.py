@@ -27,7 +27,7 @@ GPUS_GIB = {
     "L4": 22.0,
     "RTX4090": 23.0,
 }
-"""Usable memory of each kind of GPU, in GiB. It is less than the name of the GPU says."""
+"""Usable memory of each kind of GPU, in GiB. It is less than the nominal memory of the GPU."""
 
 
 class Gpu(NamedTuple):

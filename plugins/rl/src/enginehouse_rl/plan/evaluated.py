@@ -25,7 +25,7 @@ class EvaluatedModel:
 
     Attributes:
         path: its directory, its GGUF file, or its name on the hub.
-        step: the step of the run that saved the model, read from its place in the run directory; 0 if it is in none.
+        step: the step after which a run saved the model, read from the model's path; 0 if no run saved it.
         name: a name for people: the names of the run and the step, or the name of the model's directory.
     """
 
@@ -35,8 +35,8 @@ class EvaluatedModel:
 
     @classmethod
     def find(cls, path: str, key: str) -> EvaluatedModel:
-        """Return the model at `path`: a directory, a GGUF file, a name on the hub, or a run directory, which means its
-        newest.
+        """Return the model at `path`: a directory, a GGUF file or a name on the hub. If `path` is a run directory,
+        return the newest model in it.
 
         Args:
             key: the key or option that gave `path`, for messages: `"--model"`.
@@ -68,7 +68,7 @@ class EvaluatedModel:
 
 
 def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
-    """Return the directory of an evaluation: `configured` if the overrides set it, else a new one beside it."""
+    """Return the directory of an evaluation: `configured` if the overrides set it, else a new directory beside it."""
     if is_overridden("run.directory", overrides):
         return configured
     first = Path(configured).parent / f"eval-{name}"

@@ -1,8 +1,8 @@
 """Finds and imports the functions and classes that a config names as `module:function`.
 
-A user's own module lies in the current directory or beside the config. Every process of a run puts these directories
-last on the import path, so that a file there never replaces a module of the standard library or of an installed
-package. If a module's name exists both there and earlier on the path, the config is rejected as ambiguous.
+A user's own module is in the current directory or beside the config. Every process of a run puts these directories
+last on the import path, so that a file in them never replaces a module of the standard library or of an installed
+package. If a module of the same name is found earlier on the import path, the config is rejected as ambiguous.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_function(
             reference = getattr(record, record.references[0])
         except UserError as error:
             module, _, attribute = name.rpartition(".")
-            hint = answer_value(name) or (f"a function of your own has a colon: {module}:{attribute}" if module else "")
+            hint = answer_value(name) or (f"name your own function as {module}:{attribute}" if module else "")
             error.args = (f"{key}: {error}{f'. ({hint})' if hint else ''}", *error.args[1:])
             raise
         try:
@@ -166,7 +166,7 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
         raise ConfigError(f"{key}: {reference!r} is neither a registered name nor of the form module:function")
     if module_name.endswith(".py") or os.sep in module_name:
         dotted = module_name.removesuffix(".py").strip("./").replace(os.sep, ".")
-        raise ConfigError(f"{key}: {reference!r} names a file; name the module: {dotted}:{attribute}")
+        raise ConfigError(f"{key}: {reference!r} must name a module, not a file: {dotted}:{attribute}")
     value = _import(module_name, key, python_path)
     for part in attribute.split("."):
         if not hasattr(value, part):
@@ -175,7 +175,7 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
             raise ConfigError(f"{key}: {place} has no {part!r}{_suggest_function(value, part)}")
         value = getattr(value, part)
     if not callable(value):
-        raise ConfigError(f"{key}: {reference!r} is {type(value).__name__}, not a function")
+        raise ConfigError(f"{key}: {reference!r} must be a function or a class, not {type(value).__name__}")
     return value
 
 
@@ -193,9 +193,9 @@ def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -
     first = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
     if first is not None and first.origin != spec.origin and not _is_same_file(first.origin, spec.origin):
         standard = top in sys.stdlib_module_names
-        owner = "the standard library's" if standard else f"installed ({first.origin})"
+        owner = "part of the standard library" if standard else f"installed ({first.origin})"
         raise ConfigError(
-            f"{key}: module {top!r} is {owner}, and {spec.origin} has the same name; give your own file another name"
+            f"{key}: module {top!r} is {owner}, but {spec.origin} has the same name; give your own file another name"
             + ("" if standard else ", or install it by pip install -e if the two are one package")
         )
 

@@ -1,4 +1,4 @@
-"""Finds a layout that fits into the memory of the GPUs, by planning small changes of a config."""
+"""Finds a layout that fits into the memory of the GPUs: it plans the run with small changes of its config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FEWEST_TOKENS = 1024
 def find_layout(
     config: AnyConfig, make_plan: Callable[[Sequence[str]], RunPlan], gpus: int
 ) -> tuple[tuple[str, ...], RunPlan] | None:
-    """Return the overrides with which the run can start at the least loss of speed, and its plan; None if none works.
+    """Return the overrides with which the run can start at the least loss of speed, and the plan with these overrides.
+    Return None if the run can start with no overrides that are tried.
 
     Args:
         make_plan: makes the plan with further overrides, and raises `UserError` if the run cannot start.
@@ -37,7 +38,7 @@ def find_layout(
 
 
 def _list_savings(config: AnyConfig) -> list[tuple[str, ...]]:
-    """Return overrides that reduce the memory of the actor's engine, those that cost least speed first."""
+    """Return overrides that reduce the memory of the actor's engine. Those that cost the least speed come first."""
     engine = config.actor.engine
     options = _read_options(config, TrainBackend, engine.backend) | engine.options
     savings: list[tuple[str, ...]] = [()]
@@ -62,7 +63,8 @@ def _count_longest(config: AnyConfig) -> int:
 
 
 def _list_places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Return overrides that put actor and rollout in one process, on the same GPUs in turns, or each on half."""
+    """Return overrides that put actor and rollout in the same processes, on the same GPUs in turns, or each on half of
+    the GPUs."""
     if not isinstance(config, Config):
         yield (f"actor.processes={gpus}",)
         return

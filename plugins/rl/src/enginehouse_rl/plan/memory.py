@@ -2,8 +2,8 @@
 
 A *place* is one device, or a group of devices, with all the roles that use it. There each role holds some memory all
 the time, and more while it computes; one role computes at a time. Where roles take turns
-(`enginehouse.roles.device_turns`), a waiting role holds only what it keeps asleep. During a weight update every role
-holds its weights.
+(`enginehouse.roles.device_turns`), a waiting role sleeps, and holds only the memory that a sleeping engine cannot
+release. During a weight update every role holds its weights.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OF_PROCESS = {
     "cuda": ("CUDA and NCCL", PROCESS_BYTES),
     "cpu": ("libraries and freed memory", 3 * 2**28),
 }
-"""Memory of a process besides its engines, by the device of the run: its use, and its bytes. On a CPU, libraries took
-0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
+"""The memory of a process in addition to its engines, by the device of the run: its use, and its bytes. On CPUs,
+libraries took 0.4 to 0.9 GiB. Memory that an update has freed, but that the process keeps, is added."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
 """The last sentence of a message that rejects a run."""
 
@@ -148,8 +148,8 @@ class Needs:
             needed, host_bytes = sum(place.devices * place.size for place in places), _read_host_bytes()
             if host_bytes is not None and needed > host_bytes:
                 findings.note(
-                    f"the run may need {needed / GIB:.1f} GiB of memory (see memory), and this machine has "
-                    f"{host_bytes / GIB:.1f}"
+                    f"the run may need {needed / GIB:.1f} GiB of memory (see memory), but this machine has "
+                    f"{host_bytes / GIB:.1f} GiB"
                 )
             return
         if gpu is None:
@@ -159,19 +159,20 @@ class Needs:
             are_limited = all((use := self.uses[name]) is not None and use.limit is not None for name in place.roles)
             fraction = 1.0 if are_limited else 1 - MARGIN  # an engine with a limit does not exceed it
             if place.size > fraction * gpu.size:
-                spare = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
+                free = MARGIN * gpu.size / GIB
+                spare = f", but {free:.1f} GiB of each GPU must stay free" if place.size <= gpu.size else ""
                 most = max(place.amounts, key=lambda amount: amount.size)
                 report(
-                    f"{_name_roles(place)}: {self._describe_sum(place)}{spare}; most of it: {most.what} of the "
-                    f"{_spell(most.role)}, {most.size / GIB:.1f}{SUGGEST}"
+                    f"{_name_roles(place)}: {self._describe_sum(place)}{spare}; the largest part: {most.what} of the "
+                    f"{_spell(most.role)}, {most.size / GIB:.1f} GiB{SUGGEST}"
                 )
         for name, use in self.uses.items():
             if use is not None and use.limit is not None:
                 needed = sum((*use.held.values(), *use.working.values()))
                 if needed > use.limit:
                     report(
-                        f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, but the model with "
-                        f"the KV cache of one row needs {needed / GIB:.1f}{SUGGEST}"
+                        f"{name}: its engine may use {use.limit / GIB:.1f} GiB of a GPU, but the model with the KV "
+                        f"cache of one row needs {needed / GIB:.1f} GiB{SUGGEST}"
                     )
 
     def _list_moments(self, uses: Mapping[str, MemoryUse]) -> Iterator[tuple[str, list[Amount]]]:
@@ -184,7 +185,7 @@ class Needs:
 
         def list_asleep(*awake: str) -> list[Amount]:
             sleeping = {name: use.asleep for name, use in uses.items() if turns and name not in awake}
-            return [Amount(name, "what it keeps asleep", size) for name, size in sleeping.items() if size]
+            return [Amount(name, "memory kept while asleep", size) for name, size in sleeping.items() if size]
 
         for computing, use in uses.items():
             resident = [
@@ -208,7 +209,7 @@ class Needs:
         """Return the bytes of host memory that are needed for each device.
 
         An engine may keep some of its memory on the host. Where roles take turns, a waiting training role also moves
-        there what it holds, except the gradients, which are zero then.
+        what it holds to the host. It moves no gradients, because they are zero then.
         """
         turns = any(self.roles[name].devices_of for name in place.roles)
         training = [name for name in place.roles if self.roles[name].kind == "train"]

@@ -1,8 +1,8 @@
 """Checks everything that can be checked before a process starts.
 
 `plan` turns a config into a `Plan`: it resolves names, checks the types of options, fills in defaults that depend on
-other sections, and describes the run in words. The parts listed in the tuples below do this, in their order. They
-import neither Ray nor an engine. They import torch only through a function of the config that needs it.
+other sections, and describes the run as text. The parts in the tuples below do this, in the order of the tuples. They
+import neither Ray nor an engine. They import torch only if they import a function of the config that needs torch.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Plan(PlayPlan):
     prompts.
 
     Attributes:
-        old_logprobs: engine whose logprobs are the denominator of the ratio, `"rollout"` or `"actor"`.
+        old_logprobs: role whose logprobs are the denominator of the policy ratio, `"rollout"` or `"actor"`.
         loss: the actor's loss, with the arguments that come from other sections, except those of the KL term.
         critic_loss: the critic's loss; None without a critic.
     """
@@ -336,7 +336,7 @@ def plan_sft(
     overrides: Sequence[str] = (),
     starts: bool = True,
 ) -> SFTPlan:
-    """Check a supervised run; the arguments are those of `plan`."""
+    """Check a supervised run; the arguments are as for `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(SFT)
     return SFTPlan(row_limit=run[DataPart].limit, **_make_common_fields(run))
@@ -350,7 +350,7 @@ def plan_preferences(
     overrides: Sequence[str] = (),
     starts: bool = True,
 ) -> PreferencePlan:
-    """Check a run of DPO, KTO or a reward model; the arguments are those of `plan`."""
+    """Check a run of DPO, KTO or a reward model; the arguments are as for `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
     return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_make_common_fields(run))

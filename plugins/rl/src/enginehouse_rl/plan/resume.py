@@ -57,13 +57,14 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
     last = max(checkpoint.step, count_steps(record) if finished else 0)
     if last > steps or (last == steps and finished):
         findings.refuse(
-            f"--resume: the run in {directory} has taken {last} steps, and train.steps is {steps}: raise it to continue"
+            f"--resume: the run in {directory} has taken {last} steps, but train.steps is {steps}: raise train.steps "
+            "to continue"
         )
     if missing := [role for role in trained if role not in checkpoint.roles]:
         findings.refuse(
             f"--resume: {checkpoint.path} holds no state of {' and '.join(missing)}, only of "
-            f"{', '.join(checkpoint.roles)}: set the advantage back, or start a new run in another directory, from the "
-            "saved model"
+            f"{', '.join(checkpoint.roles)}: set algorithm.advantage as it was, or start a new run in another "
+            "directory, from the saved model"
         )
     if last > checkpoint.step:
         findings.note(
@@ -106,15 +107,15 @@ def compare_configs(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
     if not (directory / RUN_MARKER).is_file():
-        raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start it without --resume")
+        raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start one without --resume")
     check_free(directory)
     record = read_record(directory)  # read first, to notice a process that continues the run meanwhile
     checkpoint, damaged = find_newest_checkpoint(directory)
     if checkpoint is None and not damaged:
         raise ConfigError(
-            f"--resume: the run in {directory} left no checkpoint to resume from. (It is written every "
+            f"--resume: the run in {directory} left no checkpoint to resume from. (A checkpoint is written every "
             "train.checkpoint_every steps and every train.checkpoint_minutes, and when a run is interrupted or fails.) "
-            "Start it again with run.overwrite=true, without --resume"
+            "Start the run again with run.overwrite=true, without --resume"
         )
     listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
     if checkpoint is None:
@@ -123,11 +124,12 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
             "start again in another directory, without --resume"
         )
     if damaged:
-        findings.note(f"skipped, and set aside when the run resumes: damaged checkpoints ({listed})")
+        findings.note(f"damaged checkpoints are skipped, and renamed when the run resumes ({listed})")
     if not checkpoint.files:
         findings.note(
             f"{checkpoint.path} has no digests of its files, because its run was stopped in a hurry or used an older "
-            "enginehouse. So nothing checks that the files, and with an older one the data, are unchanged"
+            "enginehouse. Changes of these files cannot be noticed. With an older enginehouse, changes of the data "
+            "cannot be noticed either"
         )
     return replace(checkpoint, record=record)
 
@@ -165,14 +167,14 @@ def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
     changed = [path for path, digest in now.items() if checkpoint.data.get(path, digest) != digest]
     if changed:
         raise ConfigError(
-            f"--resume: data.train: {', '.join(changed)} has other content than when {checkpoint.path} was written: "
-            "other rows would come next. Put the former file back, or start a new run in another directory"
+            f"--resume: data.train: {', '.join(changed)} has changed since {checkpoint.path} was written, so the run "
+            "would continue with other rows. Put the former file back, or start a new run in another directory"
         )
 
 
 def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
-    """Check that the models from which roles start have not changed, because a reference or the base of adapters must
-    stay.
+    """Check that the models from which roles start have not changed. A changed model would change the reference or the
+    base model of adapters.
 
     Raises:
         ConfigError: a model has changed.
@@ -184,8 +186,8 @@ def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
             continue  # the check of models reports it
         if changed:
             raise ConfigError(
-                f"--resume: the model in {path} has other files, or others in them, than when {checkpoint.path} was "
-                "written. Put the former files back, or start a new run in another directory"
+                f"--resume: the files of the model in {path} have changed since {checkpoint.path} was written. Put the "
+                "former files back, or start a new run in another directory"
             )
 
 

@@ -24,7 +24,7 @@ LENGTHS_SECONDS = 3.0
 """Approximate time for which `plan` tokenizes the rows of each file, once the tokenizer is loaded."""
 _ROWS_AT_ONCE = 512
 _SAMPLED = 500
-"""Rows of a file, evenly spread, whose lengths are shown if not all rows are measured."""
+"""Number of evenly spread rows of a file whose lengths are shown if not all rows are measured."""
 _SHOWN = 24
 """Number of tokens that are shown from the start and from the end of a row."""
 
@@ -67,33 +67,33 @@ class Tokenizer:
             self._beyond = self._beyond or f"{unknown[0]}, {self._tokenizer.decode([unknown[0]])!r}"
             problems.add_alike(
                 where,
-                f"a token has no embedding, as {self._beyond}: the model has {self.embeddings:,}, and its tokenizer "
-                "knows more tokens. Give the model rows for them (transformers' resize_token_embeddings), or leave "
-                "them out of the data",
+                f"the model has no embedding for a token, such as {self._beyond}: it has {self.embeddings:,} "
+                "embeddings, but its tokenizer has more tokens. Add embeddings to the model "
+                "(resize_token_embeddings of transformers), or remove such tokens from the data",
             )
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The tokens of a row as the model gets them, and a mask of those that are trained on; a prompt has no mask."""
+    """The tokens of a row as the model gets them, and a mask of the trained tokens; a prompt has no mask."""
 
     ids: np.ndarray
     learned: np.ndarray | None = None
 
     @property
     def is_empty(self) -> bool:
-        """True if the row has no tokens or, unless it is a prompt, none that are trained on."""
+        """True if the row has no tokens or, unless it is a prompt, no trained tokens."""
         return not (len(self.ids) if self.learned is None else self.learned.any())
 
     def show(self, tokenizer: Any) -> str:
-        """Return the tokens as text, with those that are trained on in double brackets."""
+        """Return the tokens as text, with the trained tokens in double brackets."""
         pieces = [repr(tokenizer.decode([number]))[1:-1] for number in self.ids.tolist()]
         if self.learned is not None:
             marks = np.flatnonzero(np.diff(np.concatenate(([False], self.learned, [False])).astype(np.int8)))
             for start, end in marks.reshape(-1, 2).tolist():
                 pieces[start], pieces[end - 1] = f"[[{pieces[start]}", f"{pieces[end - 1]}]]"
         cut = pieces if len(pieces) <= 2 * _SHOWN else [*pieces[:_SHOWN], "...", *pieces[-_SHOWN:]]
-        learned = "" if self.learned is None else f", learned are the {self.learned.sum()} in [[ ]]"
+        learned = "" if self.learned is None else f", of which the {self.learned.sum()} in [[ ]] are learned"
         return f"{len(pieces)} tokens{learned}: {'|'.join(cut)}"
 
 
@@ -107,7 +107,7 @@ class RowMeter:
 
     Attributes:
         findings: gets notes, and the facts to show.
-        name: the name of their files in messages.
+        name: the name of the table's files in messages.
         noun: the kind of rows: `"prompts"`.
     """
 
@@ -165,9 +165,8 @@ class RowMeter:
         if renderer.merged:
             self.findings.note(
                 f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, "
-                "the end of the prompt and the beginning of the response are one token. The model learns the tokens "
-                "of the response after those of the prompt tokenized alone, because a model is asked with the prompt "
-                "alone"
+                "the tokenizer joins the end of the prompt and the beginning of the response in one token. Training "
+                "tokenizes prompt and response separately, because in generation a model gets only the prompt"
             )
         return lengths
 
@@ -175,13 +174,14 @@ class RowMeter:
         """Check the measured rows against a limit.
 
         Raises:
-            DataError: a row is longer.
+            DataError: a row is longer than the limit.
         """
         rows = list(lengths)
         check_length(list(lengths.values()), limit, noun, lambda index: self.table.where(rows[index]))
 
     def _pick_rows(self) -> tuple[list[int], list[int]]:
-        """Return the first row of each file, and the rows to measure first if anything is to be shown."""
+        """Return the first row of each file, and a sample of rows to measure first. The sample is empty if no
+        rows are to be shown."""
         sizes = [len(file) for file in self.table.list_files()]
         firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
         if not self.tokenizer.shows or self.findings.problems:
@@ -210,13 +210,13 @@ class RowMeter:
         looked = number - len(set(unsure).difference(lengths))
         if looked < number:
             self.findings.note(
-                f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts "
-                "among them; the run looks at all before anything starts"
+                f"the lengths of {looked:,} of {number:,} {noun} of {name} were checked, beginning with the longest "
+                "texts; the run checks all of them before it starts any process"
             )
         shown = [*lengths.values()] if len(lengths) == number else [lengths[row] for row in sample]
         if shown:
             half, most, longest = np.percentile(shown, (50, 95, 100), method="nearest").tolist()
             which = f"{number:,}" if len(shown) == number else f"{len(shown):,} of {number:,}"
-            words = f"of {which} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}"
+            words = f"of {which} {noun} of {name}: median {half:,} tokens, 95 % up to {most:,}, longest {longest:,}"
             self.findings.seen.append(("lengths", words))
         return dict(sorted(lengths.items()))

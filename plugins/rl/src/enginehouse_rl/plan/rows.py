@@ -41,8 +41,8 @@ class RowReading:
         dropped: the number of rows that are dropped because they are too long.
         sampled: true if there was no time to measure all rows, so that more rows may be dropped.
         columns: the columns that the reward gets; None if a file could not be read.
-        held_out: the name in messages of each file of held-out prompts, with the number of its prompts in use.
-        longest: the most tokens of a prompt in use; None if not all were measured.
+        held_out: the name of each file of held-out prompts in messages, and the number of its prompts in use.
+        longest: the length in tokens of the longest prompt in use; None if not all prompts were measured.
     """
 
     sources: Sequence[Source] = ()
@@ -100,8 +100,8 @@ def _look_at_training(
         fraction = source.weight / sum(source.weight for source in sources)
         if fraction < 1 and source.rows < fraction * needed:
             findings.refuse(
-                f"train.prompts_per_step is {needed:,}, and {fraction:.3g} of them come from {source.path}, which "
-                f"has only {source.rows:,} prompts"
+                f"train.prompts_per_step is {needed:,}, and {fraction:.3g} of them come from {source.path}, but that "
+                f"file has only {source.rows:,} prompts"
             )
     if data.order_by is not None:
         with findings.collecting():
@@ -109,7 +109,7 @@ def _look_at_training(
     if (number := len(train) + train.unread - len(dropped)) < needed:
         short = f" of at most {limit.tokens} tokens" if dropped else ""
         name = name_files(data.train)[0]
-        findings.refuse(f"train.prompts_per_step is {needed}, and {name} holds only {number} prompts{short}")
+        findings.refuse(f"train.prompts_per_step is {needed}, but {name} holds only {number} prompts{short}")
     return sources
 
 
@@ -254,7 +254,7 @@ def _note_unread(findings: Findings, table: Table, name: str) -> None:
     if table.unread:
         findings.note(
             f"{len(table):,} of {len(table) + table.unread:,} rows of {name} were read; the run reads all of them "
-            "before anything starts"
+            "before it starts any process"
         )
 
 
@@ -264,8 +264,8 @@ def _look_at_prompt_lengths(
     """Check prompts that may be too long.
 
     Returns:
-        The prompts to drop, whether some were not measured, and the most tokens of the remaining prompts. The last is
-        None if some were not measured, or after a problem.
+        The prompts to drop; true if some prompts were not measured; and the length in tokens of the longest remaining
+        prompt. The length is None if some prompts were not measured, or after a problem.
     """
     if table is not None and tokenizer:
         with findings.collecting():
@@ -350,7 +350,7 @@ def _note_alike(findings: Findings, table: PreferenceTable, name: str) -> None:
     equal = [row for row, (first, second) in enumerate(zip(*columns, strict=True)) if first == second]
     if equal:
         findings.note(
-            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same, so "
+            f"{name}: in {len(equal):,} of the {len(table):,} pairs that were read, both responses are the same, so "
             f"these pairs teach nothing (the first is {table.table.where(equal[0])})"
         )
 
@@ -360,8 +360,8 @@ def _note_empty(findings: Findings, table: Table, column: str, name: str) -> Non
     empty = [row for row, response in enumerate(table.needed[column]) if _is_empty(response)]
     if empty:
         findings.note(
-            f"{name}: of {len(empty):,} of {len(table):,} rows that were read, the response is empty: they teach the "
-            f"model to end at once (the first is {table.where(empty[0])})"
+            f"{name}: in {len(empty):,} of the {len(table):,} rows that were read, the response is empty: these rows "
+            f"teach the model to end at once (the first is {table.where(empty[0])})"
         )
 
 
@@ -396,7 +396,7 @@ def _note_repeated(
     trained = _hash_prompts(prompts)
     if len(prompts) - len(trained) >= REPEATED * len(prompts):
         findings.note(
-            f"of the {len(prompts):,} prompts of {train} only {len(trained):,} differ; the others repeat them"
+            f"only {len(trained):,} of the {len(prompts):,} prompts of {train} differ; the others repeat them"
         )
     for name, others in held_out:
         distinct = _hash_prompts(others)
@@ -404,5 +404,5 @@ def _note_repeated(
         if shared and shared >= SHARED * len(distinct):
             which = "all" if shared == len(distinct) else f"{shared:,} of {len(distinct):,}"
             findings.note(
-                f"{which} validation prompts of {name} are in {train} too: validation then measures what was trained on"
+                f"{which} validation prompts of {name} are in {train} too, so validation measures training prompts"
             )

@@ -23,12 +23,12 @@ class StagePlan:
     """A stage in each step of a run.
 
     Attributes:
-        name: its name in messages.
+        name: the name of the stage in messages.
         stage: `"module:Class"` of an `enginehouse_rl.steps.stage.BatchStage`.
         needs: the columns that it reads; None: all but texts.
         adds: the columns that it adds or changes.
         record: the record of a plugin's stage; None for a built-in stage.
-        role: the role of the model of a plugin's stage; empty if it has none.
+        role: the role of the model that a plugin's stage has; empty if the stage has no model.
         arguments: the arguments of the record's function.
     """
 
@@ -55,7 +55,7 @@ def find_own_stages(
         if record.model and not section.path:
             findings.refuse(f"the stage {name!r} has a model: set stages.{name}.path to its directory")
         elif not record.model and section != type(section)(arguments=section.arguments):
-            findings.refuse(f"the stage {name!r} has no model: stages.{name} may say its arguments, and no more")
+            findings.refuse(f"the stage {name!r} has no model: stages.{name} may set only arguments")
     added = {column for record in records.values() for column in record.columns}
     for column in (name for name in needs or () if name not in added and name not in FOR_ADVANTAGES):
         for record in (record for record in plugins.all(Stage) if column in record.columns):
@@ -82,14 +82,14 @@ def plan_stages(
     Args:
         needs: the columns that the advantage reads; None: all but texts.
         uses_reference: true if a KL term or the advantage compares with a reference.
-        old_logprobs: engine whose logprobs are the denominator of the ratio.
+        old_logprobs: role whose logprobs are the denominator of the policy ratio.
     """
     stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))
     columns = set(OF_SAMPLES)
     for stage in stages:
         for column in (name for name in stage.needs or () if name not in columns):
             choices = nearest(column, columns.union(FOR_ADVANTAGES))
-            findings.refuse(f"the {stage.name} needs the column {column!r}. {choices}")
+            findings.refuse(f"the {stage.name} needs the column {column!r}, which no earlier stage adds. {choices}")
         columns.update(stage.adds)
     return stages
 

@@ -58,7 +58,8 @@ def check_tokens(
 ) -> None:
     """Check that a role's model uses the actor's tokens.
 
-    An added token with another name is only noted, because chat models of one family rename those they do not use.
+    A note reports an added token that has another name, because chat models of one family rename added tokens that
+    they do not use.
 
     Args:
         role: the name of the role, which is also the key of its section.
@@ -71,30 +72,32 @@ def check_tokens(
     """
     actor, own = (read_tokens(path, trust_remote_code) for path in paths)
     sizes = [vocabulary(model) for model in models]
-    cure = f"a {role} reads the actor's tokens, so the two have to share a tokenizer"
+    cure = f"a {role} reads the actor's tokens, so both models must have the same tokenizer"
     if actor is None or own is None:
         if None not in sizes and sizes[0] != sizes[1]:
             raise ModelError(
-                f"{role}.path: {paths[1]} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: {cure}"
+                f"{role}.path: {paths[1]} has a vocabulary of {sizes[1]} tokens, but model.path has {sizes[0]}: {cure}"
             )
         return
     most = max(actor.strings, default=-1)
     if sizes[1] is not None and most >= sizes[1]:
-        raise ModelError(f"{role}.path: {paths[1]} knows {sizes[1]} tokens, and model.path has a token {most}: {cure}")
+        raise ModelError(
+            f"{role}.path: {paths[1]} has embeddings for {sizes[1]} tokens, but model.path has a token {most}: {cure}"
+        )
     known = set(own.strings.values())
     differing = {number: string for number, string in actor.strings.items() if own.strings.get(number) != string}
     wrong = sorted(number for number, string in differing.items() if number not in actor.added or string in known)
     if wrong:
         token, actors = _name_token(own, wrong[0]), _name_token(actor, wrong[0])
         raise ModelError(
-            f"{role}.path: {paths[1]} has {token}, where model.path has {actors}, and {len(wrong)} of "
-            f"{len(actor.strings)} tokens differ there: {cure}"
+            f"{role}.path: {paths[1]} has {token}, but model.path has {actors}; {len(wrong)} of "
+            f"{len(actor.strings)} tokens differ: {cure}"
         )
     if differing:
         first = min(differing)
         findings.note(
-            f"{role}.path: {paths[1]} knows {len(differing)} of the actor's added tokens by no such name (it has "
-            f"{_name_token(own, first)}, where model.path has {_name_token(actor, first)}): a {role} may misread these"
+            f"{role}.path: {paths[1]} lacks {len(differing)} of the actor's added tokens (it has "
+            f"{_name_token(own, first)}, but model.path has {_name_token(actor, first)}): the {role} may misread them"
         )
 
 

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 DECIDED = {
     **dict.fromkeys(
-        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "where the role is placed decides it"
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "the placement of the role sets it"
     ),
-    "CUDA_DEVICE_ORDER": "roles that share GPUs have to count them alike: set it where enginehouse, or Ray, is started",
-    "OMP_NUM_THREADS": "cluster.threads_per_process decides it",
-    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the process's rank decides it"),
-    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "the rendezvous of the role's processes decides it"),
+    "CUDA_DEVICE_ORDER": "roles that share GPUs must use the same order: set it where enginehouse or Ray is started",
+    "OMP_NUM_THREADS": "cluster.threads_per_process sets it",
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the process's rank sets it"),
+    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "the rendezvous of the role's processes sets it"),
 }
 """Variables that a config cannot set, each with the reason."""
-BEFORE = "it is read as a process starts, and these have started by then: set it where enginehouse, or Ray, is started"
+BEFORE = "a process reads it when it starts, before engine.env is applied: set it where enginehouse or Ray is started"
 DECIDED_BY_PREFIX = {
-    "RAY_": "it is Ray's: set it where enginehouse, or Ray, is started",
-    "TORCHELASTIC_": "the rendezvous of the role's processes decides it",
-    "ENGINEHOUSE_": "it is set for all processes alike: set it where enginehouse is started",
+    "RAY_": "Ray reads it: set it where enginehouse or Ray is started",
+    "TORCHELASTIC_": "the rendezvous of the role's processes sets it",
+    "ENGINEHOUSE_": "it must be the same in all processes: set it where enginehouse is started",
     "LD_": BEFORE,
     "PYTHON": BEFORE,
     "GLIBC_": BEFORE,
@@ -46,8 +46,8 @@ def check_variables(findings: Findings, key: str, variables: Mapping[str, str], 
             findings.refuse(f"{key}.{name} cannot be set: {reason}")
     if variables and launcher == "inline":
         findings.refuse(
-            f"{key}: an inline run has this one process, which has started: set {min(variables)} where enginehouse is "
-            "started, or cluster.launcher=ray"
+            f"{key}: an inline run has only this process, which has already started: set {min(variables)} where "
+            "enginehouse is started, or use cluster.launcher=ray"
         )
     check_secrets(findings, key, variables)
 
@@ -61,6 +61,6 @@ def check_agreement(findings: Findings, roles: Mapping[str, RolePlan]) -> None:
             first, first_value = settings.setdefault((host, variable), (name, value))
             if first_value != value:
                 findings.refuse(
-                    f"{name}.engine.env.{variable} is {value!r} and {first}.engine.env.{variable} {first_value!r}, and "
-                    "the two roles share processes: set it in one of them, or to the same value"
+                    f"{name}.engine.env.{variable} is {value!r} and {first}.engine.env.{variable} is {first_value!r}, "
+                    "but the two roles share processes: set the variable for one role, or to the same value for both"
                 )

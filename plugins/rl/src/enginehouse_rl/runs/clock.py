@@ -33,7 +33,7 @@ class StepClock:
 
     @contextmanager
     def step(self, step: int, phases: Iterable[str] = ()) -> Iterator[None]:
-        """Measure one step, and forget earlier phases. Each of `phases` counts 0 seconds until it is entered."""
+        """Measure one step, and forget earlier phases. Each phase in `phases` has 0 seconds until it is entered."""
         self._seconds = dict.fromkeys(phases, 0.0)
         self._step = step
         started = time.monotonic()

@@ -45,7 +45,7 @@ class RunRemoved(EnginehouseError):
 
 
 class RunDirectory:
-    """A run's directory. Nothing is created or deleted before `open`; `finish` ends it.
+    """The directory of a run. Nothing is created or deleted before `open`; `finish` records the end and closes files.
 
     Args:
         path: The directory. Missing parents are created.
@@ -116,7 +116,7 @@ class RunDirectory:
             run_lock.take(self.path)
         except OSError as error:
             raise ConfigError(
-                f"run.directory: {self.path} cannot be made or written to: {describe_os_error(error)}"
+                f"run.directory: cannot create {self.path} or write to it: {describe_os_error(error)}"
             ) from error
         try:
             self._check()  # another process may have written before the lock
@@ -135,8 +135,8 @@ class RunDirectory:
         )
         if resumed is not None and read_record(self.path) != resumed.record:
             raise ConfigError(
-                f"--resume: another process went on with the run in {self.path} meanwhile. Check how that process "
-                "ended, and run this command again"
+                f"--resume: another process has resumed the run in {self.path} since this process chose a checkpoint. "
+                "Check how the other process ended, and run this command again"
             )
 
     def _empty(self) -> None:
@@ -200,7 +200,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
-        """Return an open run directory. Arguments are those of the class, and errors are those of `open`."""
+        """Return an open run directory. It takes the arguments of the class, and raises the errors of `open`."""
         run = cls(path, config, **details)
         run.open()
         return run
@@ -219,7 +219,8 @@ class RunDirectory:
         """Write a step's metrics and notify the observers. The metrics may not be stored on disk yet when this returns.
 
         Raises:
-            RunRemoved: The directory was removed, and its metrics were written again; or it belongs to another run now.
+            RunRemoved: The directory was removed or replaced. Its metrics were written again, unless it now belongs to
+                another run or cannot be written to.
         """
         if removed := self._put_back():
             raise removed
@@ -249,8 +250,9 @@ class RunDirectory:
             self.opened = False
             return RunRemoved(f"{removed}. Nothing more is written: {describe_os_error(error)}", keeps_state=False)
         return RunRemoved(
-            f"{removed}. Metrics, config and record were written again, with the checkpoint and model of the end; "
-            "earlier checkpoints, models, samples, validations and the timeline may be lost. Continue with --resume"
+            f"{removed}. Metrics, config and record have been written again, and a checkpoint and a model are saved as "
+            "the run ends. Earlier checkpoints, models, samples, validations and the timeline may be lost. Continue "
+            "with --resume"
         )
 
     def _end_trackers(self, status: Outcome) -> None:
@@ -266,7 +268,7 @@ class RunDirectory:
     def log_validation(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
         """Write a validation's metrics, and notify the observers. Step 0 is the untrained model.
 
-        `how` says in a word or two how responses were sampled: `"greedy"`.
+        `how` describes in a word or two how responses were sampled: `"greedy"`.
         """
         self._append("validation.jsonl", {"step": step, **metrics})
         self.validated_step = step

@@ -124,7 +124,8 @@ class Display:
 
 
 def describe_replicas(replicas: Sequence[ReplicaStatus]) -> str:
-    """Describe each replica; of many replicas, only the counts by state, the oldest weights and all requests."""
+    """Describe each replica. Of more than `MOST_REPLICAS`, describe only the number in each state, the oldest weight
+    version and the total number of requests."""
     if len(replicas) <= MOST_REPLICAS:
         return "; ".join(
             f"replica {status.number}: {status.state}"

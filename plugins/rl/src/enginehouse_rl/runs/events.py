@@ -1,14 +1,17 @@
-"""`--json` writes one JSON object a line to standard output, each an event of the run, and nothing else.
+"""`--json` writes events of the run to standard output, one JSON object a line, and nothing else.
 
-Each object has `event`, and:
+Each object has the key `event`, and these keys:
 
-| event | when | beside it | |---|---|---| | `plan` | first, once the plan is accepted | `run`, `directory`, `plan`:
-what `enginehouse plan` prints | | `start` | before the first step | `steps`, `done`: the number of all steps, and of
-those that an earlier process took | | `step` | after each step | `step`, `metrics`: as in `metrics.jsonl` | |
-`validation` | after each validation | `step`, `metrics`: as in `validation.jsonl`; `how` responses were drawn | |
-`alarm` | once each | `step`, `alarm`, `said`, `advice`: as in `alarms.jsonl` | | `note` | now and then | `text` | |
-`saved` | after each model and checkpoint | `step`, `what`: `model` or `state`, `path` | | `end` | last | `status`:
-`finished`, `interrupted` or `failed`, `steps`, `directory`, `model`, `alarms`, `error` |
+| event | when | keys |
+|---|---|---|
+| `plan` | first, once the plan is accepted | `run`, `directory`, `plan`: what `enginehouse plan` prints |
+| `start` | before the first step | `steps`: all steps of the run; `done`: the steps that earlier processes took |
+| `step` | after each step | `step`, `metrics`: as in `metrics.jsonl` |
+| `validation` | after each validation | `step`, `metrics`: as in `validation.jsonl`; `how`: such as `greedy` |
+| `alarm` | once for each alarm | `step`, `alarm`, `said`, `advice`: as in `alarms.jsonl` |
+| `note` | at any time | `text` |
+| `saved` | after each model and checkpoint | `step`, `what`: `model` or `state`, `path` |
+| `end` | last | `status`: `finished`, `interrupted` or `failed`; `steps`, `directory`, `model`, `alarms`, `error` |
 
 In `end`, `steps` is the last step whose metrics were written, and `model` is the path of the newest model or null. A
 rejected config causes no event: the exit code is 2, and the reason is on standard error.

@@ -41,7 +41,7 @@ class History:
         self._done = 0
 
     def start(self, steps: int, done: int = 0) -> None:
-        """Start measuring time, before the first step of this process; an earlier process took `done` steps."""
+        """Start measuring time, before the first step of this process. Earlier processes took `done` steps."""
         self.steps = steps
         self.step = self._done = done
         self._started = self._ended = time.perf_counter()

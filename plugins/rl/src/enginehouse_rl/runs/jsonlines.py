@@ -84,7 +84,10 @@ def read_whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]:
-    """Read a growing file from byte `begin` on, as `read_whole_lines` does; return the rows, and the byte after them.
+    """Read a growing file from byte `begin` on, as `read_whole_lines` does.
+
+    Returns:
+        The rows, and the number of the first byte after them, at which the next call begins.
 
     Raises:
         OSError: The file cannot be read.

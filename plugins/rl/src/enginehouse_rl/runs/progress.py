@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
 SECONDS_BETWEEN_LINES = 60.0
-"""Without a terminal, a run prints about `LINES_A_RUN` lines, and at least one in this time while steps end."""
+"""Without a terminal, a run prints about `LINES_A_RUN` lines. A step that ends later than this after the last line is
+printed as well."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ Mode = Literal["live", "lines", "quiet", "json"]
 
 
 class _Output(Console):
-    """The standard output of a run. The run continues without it if its reader goes away or its disk is full."""
+    """The standard output of a run. If its reader goes away or its disk is full, the run continues without output."""
 
     def on_broken_pipe(self) -> None:
         self.give_up("its reader went away")
@@ -54,7 +55,7 @@ class _Output(Console):
 
 
 class Progress(Observer):
-    """Shows a run's progress. A context manager, which always restores the terminal.
+    """Shows the progress of a run. It is a context manager, which restores the terminal however its block ends.
 
     On a terminal, a separate thread draws the display four times a second.
 
@@ -126,13 +127,15 @@ class Progress(Observer):
 
     def report_arrival(self, what: str) -> None:
         """Show that a part of the task is ready: in a line, or on a terminal after the task's name."""
-        self._arrival = f"{what}: there after {time.perf_counter() - self._task_started:.1f} s"
+        self._arrival = f"{what}: ready after {time.perf_counter() - self._task_started:.1f} s"
         self._show_line(f"  {self._arrival}")
 
     def count(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
-        """Yield the parts of something that is being generated, and show the number of its items so far.
+        """Yield the parts of a batch as they are generated, and show how many of its items there are so far.
 
         Args:
+            what: The noun of the items: `"samples"`.
+            of: The number of items of the whole batch.
             size: Returns the number of items in a part.
         """
         self._part = what, 0, of
@@ -146,7 +149,7 @@ class Progress(Observer):
             self._part = "", 0, 0
 
     def start(self, steps: int, done: int = 0) -> None:
-        """End the task, and begin the steps, `done` of which an earlier process took."""
+        """End the task, and begin the steps of the run. Earlier processes took `done` of the `steps`."""
         self._end_task()
         self._last_line = time.perf_counter()
         self.history.start(steps, done)
@@ -164,16 +167,16 @@ class Progress(Observer):
             self._show_now_and_then(self._format_line())
 
     def remember(self, directory: Path) -> None:
-        """Before `start`, read the rows that a resumed run wrote to its directory earlier, without showing them."""
+        """Read the rows that earlier processes of a resumed run wrote, without showing them. Call it before `start`."""
         for name, add in (("metrics", self.history.add), ("validation", self.history.validations.add)):
             for row in read_whole_lines(directory / f"{name}.jsonl"):
                 row.pop("elapsed_seconds", None)
                 add(row.pop("step"), {metric: value for metric, value in row.items() if value is not None})
 
     def validated(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
-        """Record a validation's metrics, and show them. If the model became worse, the lines stay on a terminal.
+        """Record a validation's metrics, and show them. If the model became worse, a terminal keeps these lines.
 
-        `how` says in a word or two how responses were sampled: `"greedy"`.
+        `how` describes in a word or two how responses were sampled: `"greedy"`.
         """
         validations = self.history.validations
         validations.add(step, metrics, how)
@@ -184,12 +187,12 @@ class Progress(Observer):
         if validations.lacks_tool_calls() and not self._has_noted_no_calls:
             self._has_noted_no_calls = True
             self.note(
-                "no response called a tool: samples/ has the responses; a model that does not know the format of "
-                "calls can first learn it with `enginehouse sft`"
+                "no response called a tool (samples/ has the responses). If the model does not know the format of "
+                "tool calls, train it first with `enginehouse sft`"
             )
 
     def alarmed(self, alarm: Mapping[str, Any]) -> None:
-        """Record an alarm, which is a row of `alarms.jsonl`; the log shows it."""
+        """Record an alarm, which is a row of `alarms.jsonl`. Nothing is printed, because the log shows the alarm."""
         self.alarms.append(alarm)
         self._emit("alarm", **alarm)
 
@@ -238,7 +241,7 @@ class Progress(Observer):
 
     @property
     def part(self) -> str:
-        """The finished part of the task, in words; empty if unknown."""
+        """Text that describes the finished part of the task; empty if unknown."""
         what, count, total = self._part
         if not total:
             return self._arrival
@@ -246,7 +249,7 @@ class Progress(Observer):
 
     @property
     def activity(self) -> str:
-        """The current activity, in words."""
+        """Text that describes the current activity; empty if unknown."""
         return self.state() if self.state is not None else ""
 
     def list_figures(self) -> list[tuple[str, str, str, Sequence[float]]]:
@@ -261,7 +264,8 @@ class Progress(Observer):
         return figures
 
     def _format_step_value(self, label: str) -> tuple[str, str]:
-        """Return the last step's value of a metric and the mean over the last steps; both are empty if it has none."""
+        """Return a metric's value at the last step and its mean over the last steps, as text; both are empty if none of
+        these steps has the metric."""
         name, recent = dict(_FIGURES)[label], self.history.recent()
         if (mean := self.history.now(name)) is None:
             return "", ""
@@ -306,6 +310,6 @@ _FIGURES = (
     ("tokens/s", "tokens_per_second"),
 )
 _IN_LINES = ("reward", "loss", "accuracy", "gradient", "entropy", "tokens/s")
-"""The metrics of a plain line, in this order; each has the step's own value."""
+"""The metrics in a line of text, in this order, each with its value at the last step."""
 _AVERAGED = ("reward", "loss", "accuracy")
 """The metrics that also show their mean over the last steps."""

@@ -1,4 +1,4 @@
-"""`run.json` records what a run is, its status and its environment, for people and for later commands."""
+"""`run.json` records the command, the status and the environment of a run, for people and for later commands."""
 
 from __future__ import annotations
 
@@ -75,10 +75,11 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, steps: int, error: str | None) -> None:
-        """Record the end of the run, its number of steps, and its error if it failed. On a full disk, record what fits.
+        """Record the end of the run, its number of steps, and its error if it failed. On a full disk, leave out entries
+        until the record fits into the space of the old one.
 
         Raises:
-            OSError: Not even that can be written.
+            OSError: The record cannot be written even then.
         """
         end: Mapping[str, Any] = {
             "status": status,
@@ -117,8 +118,8 @@ class RunRecord:
 
 
 def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
-    """Return the seconds that the last process of a run had run at its last step. More is not known of a killed
-    process.
+    """Return the seconds from the start of a run's last process to its last logged step. Nothing later is known of a
+    killed process.
 
     Args:
         rows: The rows of `metrics.jsonl`.

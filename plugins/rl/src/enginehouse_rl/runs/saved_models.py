@@ -73,7 +73,7 @@ class SavedModels:
         return place
 
     def is_best(self, metric: str, value: float) -> bool:
-        """True if a validation metric is larger than that of the best model so far."""
+        """True if `value` is larger than the value of the best model so far, or if no model is the best by `metric`."""
         best = self.record.content.get("best")
         if not (self._run_path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
             return not math.isnan(value)
@@ -100,8 +100,8 @@ class SavedModels:
     def _move(self, step: int, path: str | Path, place: Path) -> Path:
         if not Path(path).is_dir():
             raise EnginehouseError(
-                f"the model of step {step} is not at {path}, where the actor was told to write it. Do the actor's node "
-                "and this one share the file system of run.directory? They have to."
+                f"the actor did not write the model of step {step} to {path}: the node of the actor and this node must "
+                "share the file system of run.directory"
             )
         move_into_place(Path(path), place)
         return place

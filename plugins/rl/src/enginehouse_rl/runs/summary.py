@@ -74,7 +74,7 @@ def _list_evaluation_facts(
 
 
 def next_steps(run: RunDirectory, steps: int) -> list[str]:
-    """Suggest what to do next, with the run's own paths; `steps` is the number of steps that the run was to take."""
+    """Suggest what to do next, with the paths of this run; `steps` is the number of steps that the run was to take."""
     hints = []
     if (report := run.path / "report.html").is_file():
         hints.append(f"look at the run: open {shorten(report)} in a browser")

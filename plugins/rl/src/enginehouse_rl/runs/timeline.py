@@ -15,10 +15,10 @@ from enginehouse.jsontext import decode_json
 FLUSH_SECONDS = 1.0
 """Minimum number of seconds between two writes."""
 MOST_SPANS = 500_000
-"""Maximum number of spans that viewers can open. Later spans are left out, and the trace says so."""
+"""Maximum number of spans that viewers can open. Later spans are left out, and the trace says how many."""
 
 OWN = "enginehouse"
-"""The name of the run's own group of rows."""
+"""The name of the group of rows that belong to the run itself, and not to another process."""
 _END = b"\n]\n"
 
 
@@ -33,7 +33,8 @@ class Timeline:
 
     Args:
         path: The file; an existing file is replaced.
-        before: The seconds of an earlier trace in the file to keep and continue; 0 begins a new trace.
+        before: The number of seconds to keep of an earlier trace in the file. The new trace continues after them. 0
+            begins a new trace.
     """
 
     def __init__(self, path: Path, before: float = 0.0):
@@ -66,7 +67,7 @@ class Timeline:
 
         Args:
             track: The row of the span.
-            process: The group of the row; empty: the run's own group.
+            process: The group of the row; empty: the group of the run itself.
             details: Plain data that a viewer shows when the span is clicked.
         """
         with self._lock:
@@ -89,9 +90,9 @@ class Timeline:
         parts: Iterable[tuple[str, float, float, dict[str, Any]]] = (),
         **details: Any,
     ) -> None:
-        """Add a span that may overlap others of its track, and then gets a separate row.
+        """Add a span that may overlap other spans of its track. An overlapping span gets a separate row.
 
-        `parts` are spans within it, each with its name, times and details. Other arguments are those of `span`.
+        `parts` are spans within this span, each with a name, times and details. The other arguments are as in `span`.
         """
         with self._lock:
             lanes = self._lane_ends.setdefault(track, [])
@@ -169,7 +170,7 @@ class Timeline:
 
 
 def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
-    """Return the events of a trace that began within its first `seconds`. Damaged lines are left out."""
+    """Return the events that began within the first `seconds` of a trace. Damaged lines are left out."""
     events = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:

@@ -25,7 +25,7 @@ MOST_WAITING = 1000
 ENDING_SECONDS = 30.0
 """Maximum number of seconds that the end of a run waits for all its trackers together."""
 HURRY_SECONDS = 3.0
-"""The same for an interrupted run."""
+"""Maximum number of seconds that the end of an interrupted run waits for all its trackers together."""
 
 
 class TrackerFeed(Observer):
@@ -59,7 +59,7 @@ class TrackerFeed(Observer):
             self._dropped += 1
 
     def end(self, outcome: Outcome) -> None:
-        """Let the tracker end after the waiting rows."""
+        """Tell the tracker to end once it has taken the waiting rows."""
         self._waiting.put(outcome)
 
     def wait(self, until: float) -> None:
@@ -72,11 +72,11 @@ class TrackerFeed(Observer):
             log.warning("the tracker %r was too slow: %d rows of metrics were dropped", self.plan.name, self._dropped)
         if self._thread.is_alive():
             abandoned.append(self.plan.name)
-            self.problems.append(f"it was left in `{self._doing}` when the run ended")
+            self.problems.append(f"it was still in `{self._doing}` when the run ended")
             unsent = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last one is the outcome
             log.warning(
-                "the tracker %r did not end in time and is left: it was in `%s`, and %d rows of metrics waited for it; "
-                "metrics.jsonl has them all",
+                "the tracker %r did not end in time, so the run ends without it: it was in `%s`, and %d rows of "
+                "metrics waited for it; metrics.jsonl has all rows",
                 self.plan.name,
                 self._doing,
                 unsent,
@@ -94,7 +94,7 @@ class TrackerFeed(Observer):
         except BaseException as error:  # errors of any kind end only this thread
             self.problems.append(f"it raised in `{self._doing}`: {type(error).__name__}: {error}")
             log.warning(
-                "the tracker %r raised in `%s` and is not called again. The run continues, and metrics.jsonl has its "
+                "the tracker %r raised in `%s` and is not called again. The run continues, and metrics.jsonl has all "
                 "metrics. %s: %s",
                 self.plan.name,
                 self._doing,

@@ -1,4 +1,4 @@
-"""Describes a run's validations in words, above all whether the model has become worse."""
+"""Describes the validations of a run as text, above all whether the model has become worse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 SHOWN = 10
 """Maximum number of parts of a validation (files, and values of `evaluation.by`) in a line or a summary."""
 BEST_MARGIN = 2.0
-"""Standard errors below the best validation from which a validation counts as worse, because the best one was lucky."""
+"""Number of standard errors by which a validation must be below the best one to count as worse. The best of several
+validations is partly luck."""
 
 _STDERR = "_stderr"
 REWARD, ERROR = "reward", f"reward{_STDERR}"
@@ -31,7 +32,7 @@ class Validations:
     def add(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
         """Add the validation after a step; step 0 is before the first.
 
-        `how` says in a word or two how responses were sampled: `"greedy"`.
+        `how` describes in a word or two how responses were sampled: `"greedy"`.
         """
         self._validations.append((step, metrics))
         self._how = how or self._how

@@ -1,4 +1,4 @@
-"""Divides the seconds of a step by what the step waited for, as far as its metrics show this."""
+"""Splits the seconds of a step among the causes for which the step waited, as far as its metrics show this."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
 
     Args:
         row: The step's metrics. Except for `time/step`, values that are no numbers count as 0.
-        scored: True if a reward function scores responses; otherwise the phase `reward` is the reward model's.
+        scored: True if a reward function scores responses; otherwise the phase `reward` measures the reward model.
     """
     spent: dict[str, float] = defaultdict(float)
     phases = {name: read_number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
@@ -59,7 +59,7 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
 
 
 def _split_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Divide the seconds of generation between the replicas and the cause that kept them without requests."""
+    """Split the seconds of generation between the replicas and the cause that left the replicas without requests."""
     answering = read_number(row, "rollout/busy_seconds") / max(read_number(row, "rollout/utilisation"), 1e-9)
     in_tools = read_number(row, "episode/in_tools")
     drawing = min(seconds * (1.0 - in_tools), answering)

@@ -1,1 +1,1 @@
-"""The stages of a step, one per file. The plan chooses and orders them."""
+"""The stages of a training step, each in its own file. The plan chooses and orders the stages of a run."""

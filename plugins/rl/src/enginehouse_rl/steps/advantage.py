@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class AdvantageStage(BatchStage):
-    """Adds the columns of the configured estimator. It gets one row per episode, with only the needed columns."""
+    """Adds the columns that the configured advantage estimator returns. The estimator gets one row per episode, with
+    only the columns that it needs."""
 
     phase = "advantage"
 
@@ -37,7 +38,7 @@ class AdvantageStage(BatchStage):
 
 
 def fetch_columns(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
-    """Fetch the columns that an advantage needs, with the batch's rows.
+    """Fetch the columns that an advantage estimator needs, for all rows of the batch.
 
     Args:
         batch: A step's samples. Missing `token_rewards` become 0, missing `old_logprobs` become the rollout's logprobs,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class KLInRewardStage(BatchStage):
-    """Subtracts the KL term from the planned reward column, and measures it as `kl`. A KL term in the loss is computed
-    there."""
+    """Subtracts the KL term from the planned reward column, and reports the mean divergence as the metric `kl`. With
+    `algorithm.kl.place=loss` there is no such stage, because the loss computes the KL term."""
 
     phase = "reference"
 

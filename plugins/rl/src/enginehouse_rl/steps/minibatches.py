@@ -1,4 +1,4 @@
-"""Assigns rows to mini-batches on the controller, so that the number of ranks does not matter."""
+"""Assigns rows to mini-batches on the controller, so that the assignment does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def assign_minibatches(rows: int, minibatches: int, epochs: int, seed: int) -> t
     """Assign rows to mini-batches at random, differently in each pass and as evenly as possible.
 
     Args:
-        seed: A number of any size, at least 0; all its bits count.
+        seed: A number of any size, at least 0; all its bits are used.
 
     Returns:
         int64 `(rows, epochs)`, each entry in `range(minibatches)`.

@@ -1,15 +1,17 @@
-"""The mismatch between the rollout's and the actor's logprobs of the same tokens, by the same weights.
+"""The mismatch between the logprobs that the rollout engine and the actor compute for the same tokens and weights.
 
-Two engines never compute exactly the same. Small differences make the samples slightly off-policy; stale weights, a
-wrong temperature or a broken kernel cause large ones. `enginehouse_rl/metrics.md` describes each metric.
+Two engines never compute exactly the same logprobs. Small differences make the samples slightly off-policy; stale
+weights, a wrong temperature or a broken kernel cause large differences. `enginehouse_rl/metrics.md` describes each
+metric.
 
-Rows of another weight version, or of several, differ because of the weights, and are left out. If no row is left,
-`mismatch/compared` is 0 and the other metrics are missing.
+Only rows that the compared weight version generated from the first token to the last are compared. In other rows the
+logprobs differ because the weights differ. If no row is left, `mismatch/compared` is 0 and the other metrics are
+missing.
 
-If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step, and those of older weights apart:
-`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `add_measurement` wraps the loss of
-a step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures
-the first one, whose rows are drawn at random.
+If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step. It reports rows of older weights under
+separate names: `mismatch/behind_1/kl` covers the rows whose first token is one version behind. If the actor does not
+recompute them, `add_measurement` wraps the loss of the first optimizer step, whose forward pass still uses the served
+weights. With several mini-batches it thus measures only the first, whose rows are drawn at random.
 """
 
 from __future__ import annotations
@@ -29,20 +31,22 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 OLDER_METRICS = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
-"""Figures of rows of older weights, by how many versions they are behind."""
+"""The metrics that are also reported for rows of older weights, for each number of versions that rows are behind."""
 RATIO_BOUND = 2.0
-"""`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
+"""`mismatch/outside` counts the tokens to which one engine gives more than this many times the probability that the
+other engine gives."""
 
 
 COMPARED_COLUMNS = ("loss_mask", "rollout_logprobs", "old_logprobs", "first_version", "weight_version")
 
 
 def mismatch(samples: DistributedBatch, version: int) -> Metrics:
-    """Compare a step's samples with the actor's logprobs of them.
+    """Compare the logprobs that the rollout and the actor computed for a step's samples.
 
     Args:
-        samples: The rollout's `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, and the actor's
-            `old_logprobs` by the weights of `version`, float32, aligned with `rollout_logprobs`.
+        samples: The columns `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version` of the rollout, and
+            `old_logprobs`, which the actor computed by the weights of `version`: float32, aligned with
+            `rollout_logprobs`.
         version: The served weight version.
     """
     return merge_metrics(_compare_part(part, version) for part in samples.select(COMPARED_COLUMNS).shards())
@@ -67,7 +71,7 @@ def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
 
 
 def add_measurement(loss: LossSpec, version: int) -> LossSpec:
-    """Return a loss that also compares its logprobs with the rollout's, by `measure_and_compute`."""
+    """Wrap a loss in `measure_and_compute`, so that it also compares its logprobs with those of the rollout."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:
@@ -82,7 +86,7 @@ def add_measurement(loss: LossSpec, version: int) -> LossSpec:
 
 
 def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
-    """Compute a loss, compare its logprobs with the rollout's, and report the mean `entropy`.
+    """Compute a loss, compare its logprobs with those of the rollout, and report the mean `entropy`.
 
     Args:
         view: The view that `loss` needs, with columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and
@@ -108,7 +112,7 @@ def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, A
 
 
 def _mask_version(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
-    """Return a mask of the rows that `version` drew from the first token to the last."""
+    """Return a mask of the rows whose tokens were all generated by `version`."""
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 
@@ -122,7 +126,7 @@ def _measure(
         rollout: The rollout's logprobs, float32 `(compared,)`.
         row: The row of each token, int64 `(compared,)`.
         rows: Number of rows.
-        tokens: Number of tokens of `loss_mask`, compared or not.
+        tokens: Number of all tokens in `loss_mask`, compared or not.
     """
     count = len(actor)
     if not tokens:

@@ -24,7 +24,7 @@ def observe(
     """Return the metrics of a step's samples.
 
     Args:
-        batch: The samples with the columns of all stages.
+        batch: The samples with the columns that the stages added.
     """
     metrics = {**sample_metrics(samples, version), **measure_traces(samples["trace"])}
     for stage in stages:
@@ -37,7 +37,8 @@ def observe(
 def write_samples(
     run: Trainer, step: int, samples: DistributedBatch, batch: DistributedBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write the samples of chosen steps with the batch's advantages, and draw each step's longest episodes."""
+    """Write the samples with their advantages if `train.samples_every` selects the step. In any case, draw the longest
+    episodes on the timeline."""
     train = run.plan.config.train
     if train.samples_every and (step == 1 or step % train.samples_every == 0):
         shown = samples.with_columns(advantages=batch["advantages"]) if "advantages" in batch else samples

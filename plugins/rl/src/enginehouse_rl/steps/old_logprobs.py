@@ -1,4 +1,4 @@
-"""The actor recomputes the logprobs of the policy that generated the samples, the denominator of the policy ratio."""
+"""A stage in which the actor recomputes the logprobs of the samples, which are the denominator of the policy ratio."""
 
 from __future__ import annotations
 

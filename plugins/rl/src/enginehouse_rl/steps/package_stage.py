@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class PackageStage(BatchStage):
-    """Adds the columns of the model, then those that the function computes from them and from the columns that it
-    needs."""
+    """Adds the columns of the stage's model, then the columns that the stage's function returns. The function gets the
+    model's columns and the columns that the stage needs."""
 
     def __init__(self, plan: Plan, planned: StagePlan):
         super().__init__(plan, planned)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceStage(BatchStage):
-    """Adds `reference_logprobs`, with which a KL term or an advantage compares the policy."""
+    """Adds `reference_logprobs`, which a KL term or an advantage estimator compares with the policy's logprobs."""
 
     phase = "reference"
 

@@ -28,7 +28,7 @@ class RewardModelStage(BatchStage):
 def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
     """Add the reward model's score, if the run has one, to `reward`, `rewards` (as the last) and the metrics (`model`).
 
-    An episode's score is that of its last row. An episode without a token of the policy keeps its reward.
+    The score of an episode is the score of its last row. An episode without a token of the policy keeps its reward.
 
     Args:
         samples: Rows of `collect_rows`.
@@ -58,7 +58,7 @@ def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) 
         group: The model's workers.
 
     Returns:
-        The scores, float32 `(rows,)`, 0 in other rows, and a mask of the rows with a score, bool `(rows,)`.
+        The scores, float32 `(rows,)`, 0 in rows without a score, and a mask of the rows with a score, bool `(rows,)`.
 
     Raises:
         RewardError: A score is not finite.
@@ -69,7 +69,10 @@ def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) 
         scores = group.score_rows(Balanced(rows, by="input_ids")).column("score")
     if not scores.isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
-        raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
+        raise RewardError(
+            f"the score of a reward model must be finite, but sample {row} of the step has the score "
+            f"{scores[row].item()}"
+        )
     drawn = torch.zeros(len(samples), dtype=torch.bool)
     drawn[last] = samples["weight_version"][last] >= 0
     return torch.zeros(len(samples)).index_copy_(0, last, scores) * drawn, drawn

@@ -25,7 +25,7 @@ class BatchStage(ABC):
         planned: The plan of the stage, with the columns that it needs and adds.
 
     Attributes:
-        phase: The phase of a step that counts the stage's seconds.
+        phase: The phase of a step in which the stage's seconds are counted.
         scores: True if the sample metrics use the reward as it is after this stage.
     """
 
@@ -37,7 +37,7 @@ class BatchStage(ABC):
         self.figures: Mapping[str, float] = {}
 
     def begin(self, batch: DistributedBatch, roles: Roles) -> None:  # noqa: B027 - a stage may leave it out
-        """Begin work that needs no other stage, so that it runs during the stages before this one."""
+        """Begin work that does not depend on other stages, so that it runs while earlier stages run."""
 
     @abstractmethod
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
@@ -48,7 +48,7 @@ class BatchStage(ABC):
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - likewise
-        """Restore the stage from a checkpoint's state of the loop, which contains the states of all stages."""
+        """Restore the stage from the loop state of a checkpoint, which contains the states of all stages."""
 
 
 def make_stages(plan: Plan) -> list[BatchStage]:

@@ -25,7 +25,7 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
     """Return the update of each trained role.
 
     Args:
-        version: The version of the weights that compute its first forward pass.
+        version: The version of the weights that compute the first forward pass of the updates.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic
     update = Update(_make_training_batch(plan, batch, step), _make_loss(plan), algorithm.minibatches, algorithm.epochs)
@@ -39,7 +39,7 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
 
 
 def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
-    """Keep only columns of numbers, and add the mini-batches of each row."""
+    """Keep only columns of numbers, and add the mini-batch of each row in each pass over the samples."""
     algorithm = plan.config.algorithm
     if algorithm.mask_truncated:
         cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ValuesStage(BatchStage):
-    """Adds `values`: for a counted token the value of the state in which it was sampled, for other tokens 0.
+    """Adds `values`: for a token in `loss_mask` the value of the state in which it was sampled, for other tokens 0.
 
     The critic computes them while the actor and the reference work.
     """

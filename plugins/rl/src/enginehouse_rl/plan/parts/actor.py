@@ -23,8 +23,8 @@ from enginehouse_rl.plan.parts.model import ModelPart
 HIGH_LR = 0.01
 """The plan adds a note for learning rates above this."""
 LEAST_ADAPTER_RATE = 1e-5
-"""Below this rate, bfloat16 rounds an adapter's changes away: at 1e-6 it shows only a hundredth after the first step.
-"""
+"""Below this rate, rounding to bfloat16 loses most changes of an adapter. At a rate of 1e-6, the served weights show a
+hundredth of the change that the first step makes."""
 
 _EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
 """Matches the last part of an embedding's name. Its weight has two dimensions, like that of a linear layer."""
@@ -65,8 +65,8 @@ class ActorPart(Part[AnyConfig]):
         if role.options.get("lora") and run.dtype == "bfloat16" and low:
             self.note(
                 f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: rounding removes such small changes "
-                "from the served weights, so the base model answers in the first tens of steps; for adapters, use "
-                "1e-5 to 1e-4"
+                "from the served weights, so the rollout serves the base model in the first tens of steps; for "
+                "adapters, use 1e-5 to 1e-4"
             )
         if isinstance(config, RMConfig):
             engine.check_value_head("actor")
@@ -76,7 +76,7 @@ class ActorPart(Part[AnyConfig]):
         yield "actor", f"{self.run.engines['actor'].words}, {count(self.config.actor.processes, 'rank')}"
 
     def _fill_schedule(self, options: dict[str, Any]) -> None:
-        """Set the length of the learning-rate schedule to that of the run, unless the config sets it."""
+        """Set the length of the learning-rate schedule to the length of the run, unless the config sets it."""
         if options.get("lr", 0) > HIGH_LR:
             self.note(
                 f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a "
@@ -87,22 +87,26 @@ class ActorPart(Part[AnyConfig]):
         options["total_steps"] = total = options["total_steps"] or self.optimizer_steps
         if total < self.optimizer_steps:
             self.note(
-                f"actor.engine.options.total_steps is {total} and the run takes {self.optimizer_steps} optimizer "
-                "steps: the rest run at the schedule's end"
+                f"actor.engine.options.total_steps is {total}, but the run takes {self.optimizer_steps} optimizer "
+                "steps: the remaining steps use the last learning rate of the schedule"
             )
         warmup = options.get("warmup_steps", 0)
         if warmup >= self.optimizer_steps:
-            self.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {self.optimizer_steps}")
+            self.note(
+                f"the warm-up lasts for the whole run: it takes {warmup} optimizer steps, and the run takes "
+                f"{self.optimizer_steps}"
+            )
 
     def _check_targets(self, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Reject a LoRA target that the model's files do not contain, and note a pattern of `lr_groups` without a
-        match. `shapes` has the shapes of the tensors in the files, by name; it is empty if they cannot be read."""
+        match. `shapes` maps the names of the tensors in the files to their shapes; it is empty if the files cannot be
+        read."""
         path = self.config.model.path
         for pattern in options.get("lr_groups") or {} if shapes else ():
             if not any(fnmatchcase(name, pattern) for name in shapes):
                 patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in shapes}
                 self.note(
-                    f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}. "
+                    f"actor.engine.options.lr_groups: no tensor in {path} matches {pattern!r}. "
                     f"{nearest(pattern, patterns)}"
                 )
         targets = (options.get("lora") or {}).get("targets", "all-linear")
@@ -115,7 +119,7 @@ class ActorPart(Part[AnyConfig]):
             if name in names and name not in linear:
                 self.refuse(f"{key}: {target!r} is no linear layer of {path}. {nearest(name, linear)}")
             elif not any(layer == target or layer.endswith(f".{target}") for layer in layers):
-                missing = f"{key}: no tensor in {path} is of a layer {target!r}"
+                missing = f"{key}: no tensor in {path} belongs to a layer {target!r}"
                 if name in names:  # a model and its files may use different names for a layer
                     self.note(missing)
                 else:
@@ -127,14 +131,14 @@ class ActorPart(Part[AnyConfig]):
         if kind == "merged" or engine.record is None:
             return
         if isinstance(self.config, RMConfig):
-            self.refuse(f"train.export is {kind}: an adapter cannot hold the head of a reward model; set it to merged")
+            self.refuse(f"train.export must be merged, not {kind}: an adapter cannot hold the head of a reward model")
         elif engine.lacks(LORA):
             self.refuse(
-                f"train.export is {kind}, and engine {engine.name!r} trains no adapters (capability {LORA!r}); "
-                "set it to merged, or actor.engine to a backend that does, as fsdp, with actor.engine.options.lora"
+                f"train.export is {kind}, but engine {engine.name!r} cannot train adapters (capability {LORA!r}): set "
+                "train.export=merged, or choose an engine that can, such as fsdp, and set actor.engine.options.lora"
             )
         elif engine.options and not engine.options.get("lora"):
             self.refuse(
-                f"train.export is {kind}, and the actor has no adapter: set actor.engine.options.lora, or train.export "
-                "to merged"
+                f"train.export is {kind}, but the actor has no adapter: set actor.engine.options.lora, or "
+                "train.export=merged"
             )

@@ -38,7 +38,7 @@ class AdvantagePart(Part[Config]):
         self._check_rewards_are_read()
 
     def _check_rewards_are_read(self) -> None:
-        """Reject settings of the reward without effect, because the advantage does not read the columns they change."""
+        """Reject reward settings that have no effect, because the advantage does not read the columns they change."""
         config, needs = self.config, self.needs
         if needs is None:
             return
@@ -46,23 +46,26 @@ class AdvantagePart(Part[Config]):
         rewards = list(config.reward.list_rewards().values())
         normalized = any(reward.normalize != "none" for reward in rewards)
         if "reward" not in needs and "token_rewards" not in needs and kl.coefficient and kl.place == "reward":
-            self.refuse(f"algorithm.kl.place is reward, which the advantage {name!r} does not read; set it to loss")
+            self.refuse(
+                f"algorithm.kl.place is reward, but the advantage {name!r} does not read the reward: set "
+                "algorithm.kl.place=loss"
+            )
         weighed = normalized or model.weight != 1.0 or any(reward.weight != 1.0 for reward in rewards)
         if "rewards" in needs and "reward" not in needs and weighed:
             self.refuse(
-                f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them "
-                "away and set algorithm.advantage.arguments.weights"
+                f"the advantage {name!r} reads each reward separately, before weight and normalize are applied: remove "
+                "these keys, and set algorithm.advantage.arguments.weights instead"
             )
         weights, number = config.algorithm.advantage.arguments.get("weights"), len(rewards) + bool(model.path)
         if "rewards" in needs and isinstance(weights, list | tuple) and len(weights) != number:
             self.refuse(
-                f"algorithm.advantage.arguments.weights: {len(weights)} numbers, one for each reward; there are "
-                f"{number}"
+                f"algorithm.advantage.arguments.weights must have a number for each reward: it has {len(weights)} "
+                f"numbers, but the number of rewards is {number}"
             )
         if "baseline" in needs and (model.path or normalized):
             self.refuse(
-                f"the advantage {name!r} compares with the reward of one more response to each prompt, which has no "
-                "normalized reward and no score of a reward model: take reward_model and normalize away"
+                f"the advantage {name!r} compares with the reward of one more response to each prompt. That response "
+                "gets no normalized reward and no score of a reward model: remove reward_model and normalize"
             )
 
 

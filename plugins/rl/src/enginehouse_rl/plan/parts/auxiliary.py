@@ -58,7 +58,8 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check a model that is not the actor's by its `config.json`, for the requirements of the role."""
+        """Check by its `config.json` that the role's model meets the requirements of the role. It is another model than
+        the actor's."""
 
     def place(self, optimizer_steps: int) -> None:
         """Add the role with its engine and processes, and let the engine check the model.
@@ -73,16 +74,16 @@ class AuxiliaryPart(Part[C]):
             engine = RoleEngine(run, TrainBackend, section.engine, self.name, processes)
             if "backend" not in section.engine.model_fields_set and section.engine.backend != like.backend:
                 self.note(
-                    f"{self.name}.engine names no backend, so the default, {section.engine.backend!r}, runs it: it "
-                    f"does not follow the {shares or 'actor'}, which {like.backend!r} runs. For that too, set "
-                    f"{self.name}.engine.backend={like.backend}"
+                    f"{self.name}.engine names no backend, so the default backend {section.engine.backend!r} runs the "
+                    f"{self.name}, and not {like.backend!r}, the backend of the {shares or 'actor'}. To use that one, "
+                    f"set {self.name}.engine.backend={like.backend}"
                 )
         elif processes != like.processes:
             engine.check_processes(processes, f"{self.name}.processes is {processes}")
         if shares and engine.interpreter != like.interpreter:
             self.refuse(
-                f"{self.name}.shares is {shares}, which runs in {like.interpreter.name}, and {self.name} in "
-                f"{engine.interpreter.name}: processes have one environment; leave {self.name}.shares unset"
+                f"{self.name}.shares is {shares}, which runs in {like.interpreter.name}, but {self.name} needs "
+                f"{engine.interpreter.name}: a process has only one environment; leave {self.name}.shares unset"
             )
         if self.head == "value":
             engine.check_value_head(self.name)
@@ -109,8 +110,8 @@ class AuxiliaryPart(Part[C]):
         names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
-                f"{self.name}.path: {path} has no score.weight, so it would score nothing; a reward model is a "
-                "sequence classifier with one label, as `enginehouse rm` trains"
+                f"{self.name}.path must be a sequence classifier with one label, such as `enginehouse rm` trains, but "
+                f"{path} has no score.weight"
             )
 
     def describe(self, role: RolePlan) -> str:
@@ -137,8 +138,8 @@ class AuxiliaryPart(Part[C]):
             shares = "actor"
         if shares and section.processes is not None:
             self.refuse(
-                f"{self.name}.processes is {section.processes}, and {self.name}.shares is {shares}: a role has "
-                "processes of its own or shares those of another; leave one of the two unset"
+                f"{self.name}.processes is {section.processes}, but {self.name}.shares is {shares}: a role either has "
+                "its own processes or shares those of another role; leave one of the two keys unset"
             )
         return shares
 
@@ -158,8 +159,8 @@ class CriticPart(AuxiliaryPart[Config]):
             return
         if critic.warmup_steps >= config.train.steps:
             self.refuse(
-                f"critic.warmup_steps is {critic.warmup_steps} and train.steps {config.train.steps}: the actor would "
-                "never be trained"
+                f"critic.warmup_steps must be less than train.steps ({config.train.steps}), not {critic.warmup_steps}: "
+                "otherwise the actor is never trained"
             )
         self.place(config.train.steps * config.algorithm.epochs * config.algorithm.minibatches)
         self.run[ModelPart].check_trainable("critic.path", critic.path or "", self.run.models["critic"])
@@ -167,7 +168,7 @@ class CriticPart(AuxiliaryPart[Config]):
     def facts(self) -> Iterable[Fact]:
         if self.role:
             critic, warmup = self.config.critic, self.config.critic.warmup_steps
-            warmup_words = f"; trained alone in the first {count(warmup, 'step')}" if warmup else ""
+            warmup_words = f"; the actor is not trained in the first {count(warmup, 'step')}" if warmup else ""
             yield "critic", f"{self.describe(self.role)}; {critic.loss.name} loss{warmup_words}"
 
 
@@ -198,7 +199,7 @@ class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
 
     def facts(self) -> Iterable[Fact]:
         config = self.config
-        model = self.describe(self.role) if self.role else "the actor's base, without its adapters"
+        model = self.describe(self.role) if self.role else "the actor's base model, without its adapters"
         if isinstance(config, DPOConfig):
             yield "reference", model
         elif not self.used:
@@ -236,9 +237,9 @@ class RewardModelPart(AuxiliaryPart[Config]):
         text = model.get("text_config") or model
         if text.get("pad_token_id") is not None and text["pad_token_id"] in end_ids(text.get("eos_token_id")):
             self.note(
-                f"reward_model.path: {path} pads with its end of sequence: transformers reads the score of such a "
-                "model at the token before the end, and here the last token is scored, as `enginehouse rm` trains it; "
-                "one that was trained otherwise scores otherwise"
+                f"reward_model.path: {path} uses its end-of-sequence token for padding. transformers reads the score "
+                "of such a model at the token before the end, but enginehouse reads it at the last token, as "
+                "`enginehouse rm` trains it. If another program trained the model, the scores differ"
             )
 
     def facts(self) -> Iterable[Fact]:

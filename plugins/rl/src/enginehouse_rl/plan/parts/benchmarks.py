@@ -52,7 +52,7 @@ class BenchmarksPart(Part[Config]):
         """Add the plan of a benchmark.
 
         Raises:
-            DataError: the files are not those of the benchmark, or the chat template rejects its messages.
+            DataError: the files do not belong to the benchmark, or the chat template rejects its messages.
         """
         from enginehouse_rl.benchmarks.lm_eval_tasks import read_items
         from enginehouse_rl.benchmarks.prompts import load_prompts
@@ -71,13 +71,14 @@ class BenchmarksPart(Part[Config]):
         tokens = wanted_tokens if room is None else min(wanted_tokens, room - longest)
         if tokens <= 0:
             self.refuse(
-                f"evaluation.benchmarks: a prompt of {name} has {longest:,} tokens, and the model reads {room:,}"
+                f"evaluation.benchmarks: a prompt of {name} has {longest:,} tokens, but the model reads at most "
+                f"{room:,}"
             )
             return
         if tokens < wanted_tokens:
             self.note(
-                f"{name}: a response may have {tokens:,} tokens of the {wanted_tokens:,} that are asked for, because "
-                f"its longest prompt has {longest:,} and the model reads {room:,}"
+                f"{name}: a response may have only {tokens:,} tokens instead of {wanted_tokens:,}, because the longest "
+                f"prompt has {longest:,} tokens and the model reads at most {room:,}"
             )
         self.longest = max(self.longest, longest + tokens)
         engine = self.run.engines["evaluation" if "evaluation" in self.run.roles else "rollout"]

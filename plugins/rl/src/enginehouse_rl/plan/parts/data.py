@@ -1,4 +1,4 @@
-"""Checks the rows of a run's files, and the maximum length of each row. `prompts` does it for runs that generate."""
+"""Checks the rows of a run's files, and the maximum length of a row. `prompts` does this for runs that generate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataPart(Part[C]):
 
     Attributes:
         limit: the maximum number of tokens of a prompt or, in a run that does not generate, of a row.
-        columns: the columns of the rows that rewards get; None if unknown.
+        columns: the columns that rewards get; None if unknown.
     """
 
     limit: TokenLimit
@@ -103,7 +103,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
         self.rows, self.held_out = look_at_preferences(self.findings, config, self.limit, model.tokenizer)
         self.check_validated()
         if self.is_rated and self.held_out == 1:
-            self.refuse("data.validation has one row: kto compares the responses of several, and needs at least 2")
+            self.refuse("data.validation must have at least 2 rows, not 1: kto compares the responses of several rows")
 
     def rows_of(self, role: str) -> int:
         return 2 * self.config.train.rows_per_step
@@ -115,7 +115,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
         longest = train.rows_per_step * responses * data.max_tokens
         yield (
             "a step",
-            f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read again to find their gradient",
+            f"{train.rows_per_step} {noun}, at most {longest:,} tokens, computed twice to find the gradient",
         )
         yield from list_held_out(self.config, self.held_out, noun)
         yield "the run", f"{train.steps} steps, an optimizer step each"
@@ -135,7 +135,7 @@ class PreferenceLossPart(Part[PreferenceConfig]):
             if value != unset and algorithm.loss != loss:
                 self.refuse(f"algorithm.{name} is {value:g}: only algorithm.loss={loss} takes it, not {algorithm.loss}")
         if algorithm.loss == "kto" and config.train.rows_per_step < 2:
-            self.refuse("train.rows_per_step is 1: kto compares the responses of a step, and needs at least 2")
+            self.refuse("train.rows_per_step must be at least 2, not 1: kto compares the responses of a step")
 
     def facts(self) -> Iterable[Fact]:
         config = self.config

@@ -75,14 +75,14 @@ class DirectoryPart(Part[schema.AnyConfig]):
 
 
 class EvalDirectoryPart(DirectoryPart):
-    """The directory of an evaluation without a run."""
+    """The directory of an evaluation outside a run."""
 
     def settle(self) -> None:
         path = Path(self.config.run.directory).absolute()
         if holds_training(path):
             self.refuse(
-                f"run.directory: {path} holds a run that trained, with its models or checkpoints, and an evaluation "
-                "never writes there: name another, or leave run.directory unset"
+                f"run.directory: {path} holds models or checkpoints of a training run, and an evaluation never writes "
+                "to such a directory: name another directory, or leave run.directory unset"
             )
         else:
             super().settle()
@@ -95,8 +95,8 @@ class CheckpointsPart(Part[schema.AnyConfig]):
         train = self.config.train
         if not (train.checkpoint_every or train.checkpoint_minutes):
             self.note(
-                "train.checkpoint_every and checkpoint_minutes are 0: state to --resume from is saved when the run is "
-                "interrupted or fails, but not if it is killed outright"
+                "train.checkpoint_every and checkpoint_minutes are 0: a checkpoint for --resume is saved if the run is "
+                "interrupted or fails, but not if its process is killed"
             )
 
 
@@ -112,8 +112,8 @@ class TrackersPart(Part[schema.AnyConfig]):
             check_secrets(self.findings, f"{key}.arguments", section.arguments)
             if section.name in [earlier.name for earlier in sections[:number]]:
                 self.refuse(
-                    f"{key}.name: {section.name!r} is there twice, and what a tracker keeps in the run directory is by "
-                    "its name: leave one out"
+                    f"{key}.name: {section.name!r} is listed twice, but each tracker needs its own name for its folder "
+                    "in the run directory: leave one out"
                 )
             with self.findings.collecting():
                 plans.append(self._plan_tracker(section, key))

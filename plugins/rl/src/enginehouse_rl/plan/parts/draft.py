@@ -40,7 +40,8 @@ class Part(Generic[C]):
         self.refuse, self.note = run.findings.refuse, run.findings.note
 
     def settle(self) -> None:
-        """Resolve names, fill in defaults that depend on other sections, and check all; problems go to the findings."""
+        """Resolve names, fill in defaults that depend on other sections, and check the section. Problems go to the
+        findings."""
 
     def facts(self) -> Iterable[Fact]:
         """Return the facts of the run. Called only if every part has settled without a problem."""
@@ -52,10 +53,11 @@ class Draft(Generic[C]):
 
     Attributes:
         findings: the problems of the config, and notes on what the user may not expect.
-        device: torch device type of every engine; `device_reason` says why.
+        device: torch device type of every engine; `device_reason` is the reason.
         dtype: the dtype that the engines compute in.
         python_path: directories from which the user's own functions are imported.
-        models: `config.json` of each role that does not use the actor's model; the actor's is in `run[ModelPart]`.
+        models: `config.json` of each role that does not use the actor's model. `run[ModelPart]` has the `config.json`
+            of the actor's model.
         model_key: the key or option that names the actor's model, for messages.
         model_step: the step of the run that saved the model; 0 if unknown.
         source: the name of the config in messages.
@@ -106,8 +108,8 @@ class Draft(Generic[C]):
         return next(part for part in self._parts if isinstance(part, kind))
 
     def facts(self, page: Sequence[str] = ()) -> tuple[Fact, ...]:
-        """Return the facts of all parts: those with a label on `page` first, in its order, then the rest in that of the
-        parts."""
+        """Return the facts of all parts. Facts with a label on `page` come first, in the order of `page`; the others
+        follow in the order of the parts."""
         order = {label: number for number, label in enumerate(page)}
         facts = [(label, self.shorten(words)) for part in self._parts for label, words in part.facts()]
         return tuple(sorted(facts, key=lambda fact: order.get(fact[0], len(order))))
@@ -139,8 +141,9 @@ class Draft(Generic[C]):
         """Check that a function takes the arguments that its section of the config gives it.
 
         Args:
-            others: names of further arguments, which its record does not list.
-            taken: further arguments, which its record asks for (`Loss.taken_from`). They alone do not cause an import.
+            others: names of further arguments, which the function's record does not list.
+            taken: further arguments, which the function's record asks for (`Loss.taken_from`). The function is not
+                imported only to check these.
 
         Returns:
             The function with all arguments except `others`. Its reference is empty after a problem.
@@ -152,7 +155,7 @@ class Draft(Generic[C]):
                 *(self.plugins, kind, name, f"{key}.name", self.python_path), always=bool(others), given=arguments
             )
             if function is not None:
-                source = within + (" and the KL term's" if kind is Loss else "")
+                source = within + (" and the KL term" if kind is Loss else "")
                 names = [*arguments, *others, *taken]
                 called = f"{kind.kind} {name!r}"
                 check_call(
@@ -166,12 +169,12 @@ class Draft(Generic[C]):
         joined = bool(self.config.cluster.address)
         if joined and self.config.cluster.device == "auto":
             self.findings.note(
-                "cluster.address is set and cluster.device is auto: what the cluster has shows only at the start; the "
-                f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
-                f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
+                "cluster.address is set and cluster.device is auto: the devices of the cluster are known only when the "
+                f"run starts. The run is planned for {self.device}, the device of this machine, and is rejected at the "
+                f"start if the cluster has {'GPUs' if self.device == 'cpu' else 'no GPUs'}: set cluster.device"
             )
         if (self.device, self.dtype) == ("cpu", "bfloat16") and not joined and not cpu_has_bfloat16():
             self.findings.note(
-                "model.dtype is bfloat16, and this CPU has no instructions for it: it multiplies 5 to 8 times slower "
+                "model.dtype is bfloat16, but this CPU has no bfloat16 instructions: it multiplies 5 to 8 times slower "
                 "than in float32 (model.dtype=float32, which takes twice the memory)"
             )

@@ -42,7 +42,7 @@ _FLAG = re.compile(r"--[a-z0-9][a-z0-9_-]*")
 
 
 class RoleEngine:
-    """The engine of a role; its problems go to the findings.
+    """The engine of a role. Problems with the engine go to the findings.
 
     Attributes:
         key: the role's key in the config: `"actor"`.
@@ -118,8 +118,8 @@ class RoleEngine:
         """Check that the engine can train models with a value head, which `role` needs."""
         if self.lacks(VALUE_HEAD):
             self.findings.refuse(
-                f"{role}.engine.backend: engine {self.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
-                f"{'critic' if role == 'critic' else 'reward model'} is"
+                f"{role}.engine.backend: engine {self.name!r} cannot train a value head (capability {VALUE_HEAD!r}), "
+                f"which a {'critic' if role == 'critic' else 'reward model'} needs"
             )
 
     def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:
@@ -154,7 +154,7 @@ class RoleEngine:
             return None
         if run.device not in record.devices:
             self.findings.refuse(
-                f"{key}: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on {run.device} "
+                f"{key}: {record.name!r} runs on {' and '.join(record.devices)}, but this run is on {run.device} "
                 "(cluster.device)"
             )
         begins = f"{key}: the engine of {record.name!r}"
@@ -234,13 +234,13 @@ class RoleEngine:
             if isinstance(error, NoRuntime) and gpus_are_assumed():  # the machine with the GPUs creates the runtime
                 name = f"{record.name}-{device}"
                 self.findings.note(f"{self.key}.engine: {error}")
-                return Interpreter(name, python=name, reason="it is not made here")
+                return Interpreter(name, python=name, reason="not created on this machine")
             self._refuse(f"{self.key}.engine.{'backend' if automatic else 'runtime'}", error)
             return Interpreter(CURRENT)
         if interpreter.python is not None and launcher == "inline":
             self.findings.refuse(
-                f"{self.key}.engine.runtime: an inline run has one process and one interpreter, and {record.name!r} "
-                f"would run in {interpreter.name} ({interpreter.reason}); set cluster.launcher=ray"
+                f"{self.key}.engine.runtime: an inline run has one process and one interpreter, but {record.name!r} "
+                f"must run in {interpreter.name} ({interpreter.reason}); set cluster.launcher=ray"
             )
         return interpreter
 
@@ -260,7 +260,7 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
     for name in options.native if native_names else ():
         if name.replace("-", "_") not in native_names:
             sources = " and ".join(options.native_sources)
-            hint = did_you_mean(name, native_names) or f"{sources} name the arguments"  # hundreds, too many to list
+            hint = did_you_mean(name, native_names) or f"The arguments are declared in {sources}"  # hundreds
             findings.refuse(f"{key}.engine.options.native: the engine {backend!r} has no argument {name!r}. {hint}")
 
 
@@ -286,7 +286,7 @@ def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
 
 
 def _find_options_class(record: Backend) -> type[BaseModel] | str:
-    """Return a backend's options class, or a message that it has none."""
+    """Return a backend's options class, or a message that the backend has no valid options class."""
     try:
         options = resolve(record.options)
     except ResolveError as error:

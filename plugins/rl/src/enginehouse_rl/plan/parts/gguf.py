@@ -33,7 +33,7 @@ class GgufPart(Part[AnyConfig]):
                 model = make_model(file, key_shown, self.findings.doing)
                 directories[key] = str(model.directory)
                 self.run.short_paths[directories[key]] = path
-                self.note(f"{key_shown}: {file} is {model.words}, as all engines and exports have it")
+                self.note(f"{key_shown}: {file} is {model.words}; all engines and exports use the dequantized weights")
                 entries.append(
                     {
                         "key": key_shown,

@@ -46,7 +46,7 @@ class HubPart(Part[AnyConfig]):
             self.findings.raise_problems(self.run.source)
 
     def _settle_names(self) -> None:
-        """Fetch the files of all names that stand in the place of paths."""
+        """Fetch the files of all hub names that the config has in place of paths."""
         names: dict[_Text, tuple[_Place, HubName]] = {}
         for place in _iterate_places(self.config, self.run.model_key):
             if name := HubName.parse(place.text, "model" if place.field == "model" else "dataset"):
@@ -124,7 +124,7 @@ class HubPart(Part[AnyConfig]):
             full, snapshot, paths = fetch_split(name, place.key, usual, self.findings.doing)
         if began and snapshot.commit != began and place.field != "validation":
             raise ConfigError(
-                f"--resume: {place.key} is {place.text}, which is the commit {snapshot.commit[:SHOWN]}, and the run "
+                f"--resume: {place.key} is {place.text}, which is the commit {snapshot.commit[:SHOWN]}, but the run "
                 f"began with {began[:SHOWN]}: leave the revision out, or start a new run in another directory"
             )
         return _Fetched(
@@ -153,8 +153,8 @@ class HubPart(Part[AnyConfig]):
             files = find_paths(field, text)
             if len(files) > 1:
                 self.refuse(
-                    f"{key}: {text} is stored as {len(files)} files, but here each name or weight belongs to a "
-                    "single file: join them with `datasets`, or list them without weights"
+                    f"{key}: {text} is stored as {len(files)} files, but a name or weight must belong to a single "
+                    "file: join the files with `datasets`, or list them without weights"
                 )
             return files[0]
 

@@ -1,4 +1,4 @@
-"""Checks the losses and the KL term, and chooses the engine whose logprobs the ratio divides by."""
+"""Checks the losses and the KL term, and chooses whose logprobs are the denominator of the policy ratio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """The loss argument for the largest importance weight of a token, and its default for samples of older weights. `null`
 turns the importance weights off."""
 NARROW = 0.05
-"""Narrower clip ranges are noted in bfloat16, because two engines differ by more nats in single tokens."""
+"""In bfloat16, a note reports narrower clip ranges. Logprobs of two engines differ by more than this at some tokens."""
 
 
 class LossPart(Part[Config]):
@@ -25,7 +25,7 @@ class LossPart(Part[Config]):
     Attributes:
         call: the actor's loss, with the arguments that come from other sections, except those of the KL term.
         critic: the critic's loss; None without a critic.
-        old_logprobs: the engine whose logprobs are the denominator of the ratio.
+        old_logprobs: the role whose logprobs are the denominator of the policy ratio.
         why_actor: the reason for using the actor's logprobs; empty if the config chooses them.
     """
 
@@ -60,8 +60,9 @@ class LossPart(Part[Config]):
         )
 
     def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:
-        """Return the engine whose logprobs the ratio divides by; for the actor also the reason, unless the config
-        chooses it. A loss that needs the actor's logprobs is rejected if the config chooses the rollout's."""
+        """Return the role whose logprobs are the denominator of the policy ratio. If it is the actor, return the reason
+        too, unless the config chooses the actor. If the config chooses the rollout, reject a loss that needs the
+        logprobs of the actor."""
         config, dtype = self.config, self.run.dtype
         loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
         always, narrow, needing = False, list[str](), set[str]()
@@ -72,9 +73,9 @@ class LossPart(Part[Config]):
             needing |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
         reason = ""
         if always or narrow:
-            reason = "its ratio is clipped nearer to 1 than the rounding of two engines leaves it"
+            reason = "its ratio is clipped closer to 1 than rounding differences between two engines allow"
         if config.train.staleness:
-            reason = "samples are of older weights"
+            reason = "samples come from older weights"
         chosen = configured or ("actor" if reason else "rollout")
         if chosen == "actor":
             return chosen, "" if configured else reason
@@ -83,13 +84,13 @@ class LossPart(Part[Config]):
             self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, because {reason}: {cure}")
         elif narrow:
             self.note(
-                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the rounding of the "
-                f"engines is enough to clip ratios: {cure}"
+                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, but in {dtype} rounding differences "
+                f"between the engines are enough to clip ratios: {cure}"
             )
         for name in sorted(needing):
             self.refuse(
-                f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
-                f"algorithm.old_logprobs=rollout has only the rollout's: {cure}"
+                f"algorithm.loss.arguments.{name} compares logprobs of the actor and the rollout, but with "
+                f"algorithm.old_logprobs=rollout the actor computes none: {cure}"
             )
         return chosen, ""
 
@@ -113,7 +114,8 @@ class LossPart(Part[Config]):
                         arguments[name] = reduce(getattr, key.split("."), config)
                 except AttributeError:
                     self.refuse(
-                        f"algorithm.loss.name: {loss.name!r} ({plugin}) takes {name!r} from {key}, which is no key"
+                        f"algorithm.loss.name: {loss.name!r} ({plugin}) takes {name!r} from {key}, but the config has "
+                        "no such key"
                     )
         return arguments
 
@@ -122,8 +124,8 @@ class LossPart(Part[Config]):
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(
-                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward "
-                "and algorithm.kl.coefficient to its first value"
+                "algorithm.kl.target requires a KL term in the reward, whose coefficient it adapts: set "
+                "algorithm.kl.place=reward, and algorithm.kl.coefficient to the first value"
             )
         if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
             self.refuse(
@@ -140,8 +142,8 @@ class LossPart(Part[Config]):
         weighted = self.call.arguments.get(IMPORTANCE_CAP) is not None
         if kl.coefficient and kl.place == "loss" and config.train.staleness and not weighted:
             self.note(
-                "algorithm.kl: the term in the loss takes samples of older weights as if the policy had drawn them, "
-                "since algorithm.loss.arguments.importance_cap is unset"
+                "algorithm.kl: the term in the loss treats samples of older weights like samples of the current "
+                "policy, because algorithm.loss.arguments.importance_cap is unset"
             )
         for name, cure in KL_ARGUMENTS.items():
             if name in config.algorithm.loss.arguments:
@@ -155,4 +157,4 @@ class LossPart(Part[Config]):
         record = next((record for record in records if record.name == name), None)
         if record is not None and record.output != output:
             fitting = ", ".join(record.name for record in records if record.output == output)
-            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; losses of {output} are {fitting}")
+            self.refuse(f"{key}.name must be a loss of {output}, but {name!r} is a loss of {record.output}: {fitting}")

@@ -12,8 +12,8 @@ from enginehouse_rl.plan.tokenizers import vocabulary
 
 
 class ModelPart(Part[AnyConfig]):
-    """The model that is trained or evaluated, and its tokenizer. The rollout and models beside the actor start from it
-    too.
+    """The model that is trained or evaluated, and its tokenizer. Other roles also start from this model, unless they
+    have a path of their own.
 
     Attributes:
         json: the content of `config.json`; empty after a problem.
@@ -49,7 +49,7 @@ class ModelPart(Part[AnyConfig]):
     def facts(self) -> Iterable[Fact]:
         section = self.config.model
         names = self.json.get("architectures") or [self.json.get("model_type", "unknown architecture")]
-        reason = " (model.dtype is auto: as the device has it)" if section.dtype == "auto" else ""
+        reason = " (model.dtype is auto: chosen by device)" if section.dtype == "auto" else ""
         step = f"; of step {self.run.model_step}" if self.run.model_step else ""
         yield "model", f"{section.path}: {', '.join(names)} in {self.run.dtype}{reason}{step}"
 
@@ -63,6 +63,6 @@ def check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
     (architecture, *_) = model.get("architectures") or [""]
     if architecture.endswith("ForSequenceClassification"):
         raise ModelError(
-            f"{key}: {path} is a {architecture}, a reward model as `enginehouse rm` trains: it scores texts and writes "
-            "none; name a causal language model"
+            f"{key} must be a causal language model, but {path} is a {architecture}: a reward model, such as "
+            "`enginehouse rm` trains, cannot generate text"
         )

@@ -25,20 +25,21 @@ class ProcessesPart(Part[C]):
     """The processes of all roles, and the devices that they need.
 
     Attributes:
-        not_shared: with too few GPUs, the reason why the rollout does not share the actor's, or how to make it share
-            them.
+        not_shared: if there are too few GPUs, the reason why the rollout does not share the actor's GPUs, or the
+            setting with which it does.
     """
 
     not_shared = ""
 
     def check_machine(self, largest: int) -> None:
-        """Check that the launcher and the devices allow the processes; `largest` is the most processes of one role."""
+        """Check that the launcher and the devices allow the processes. `largest` is the largest number of processes of
+        a role."""
         run, cluster, gpus = self.run, self.config.cluster, count_gpus(self.run.roles)
         check_agreement(self.findings, run.roles)
         if cluster.launcher == "inline" and largest > 1:
             self.refuse(
                 "cluster.launcher is inline: every role runs in this one process, so actor.processes and "
-                f"rollout.replicas have to be 1, not {largest}"
+                f"rollout.replicas must be 1, not {largest}"
             )
         if cluster.launcher == "inline" and cluster.address:
             self.refuse(
@@ -80,7 +81,7 @@ class ProcessesPart(Part[C]):
             yield "runtimes", "; ".join(runtimes)
 
     def _check_cores(self) -> None:
-        """Note engines that share CPU cores of this machine. In a run on GPUs they hardly use any."""
+        """Note engines that share CPU cores of this machine. In a run on GPUs, engines hardly use the CPU."""
         cluster, processes = self.config.cluster, sum(role.processes for role in own_processes(self.run.roles).values())
         # macOS has no affinity
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -88,8 +89,8 @@ class ProcessesPart(Part[C]):
         shares_cores = self.run.device == "cpu" and not cluster.address and cluster.launcher != "inline"
         if shares_cores and threads > cores:
             self.note(
-                f"the engines have {threads} threads in {count(processes, 'process')}, and this machine {cores} cores: "
-                "they wait for each other"
+                f"the engines have {threads} threads in {count(processes, 'process')}, but this machine has {cores} "
+                "cores: the threads wait for each other"
             )
 
 
@@ -137,8 +138,8 @@ class PlacementPart(ProcessesPart[Config]):
         self.check_inline()
         if self.kind == "colocated" and actor != replicas and not inline:
             self.refuse(
-                "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
-                f"({replicas}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
+                "rollout.placement is colocated: each replica runs in a process of the actor, so rollout.replicas "
+                f"({replicas}) must equal actor.processes ({actor}); or set rollout.placement=separate"
             )
         self.check_machine(max(actor, replicas))
         if self.kind == "shared":
@@ -162,22 +163,23 @@ class PlacementPart(ProcessesPart[Config]):
         if placement == "shared":
             if obstacle:
                 self.refuse(
-                    f"rollout.placement is shared, where actor and rollout take turns: {obstacle}; set "
+                    f"rollout.placement is shared, but actor and rollout cannot take turns: {obstacle}; set "
                     "rollout.placement=auto"
                 )
-            return placement, "rollout.placement says so", ""
+            return placement, "set by rollout.placement", ""
         if self.run.device == "cuda" and gpus_are_known(config.cluster.address):
             needed, visible = sum(count_gpus(self.run.roles).values()), visible_gpus()
             if needed > visible:
-                shortage = f"{count(visible, 'visible GPU')}, and with its own the run would need {needed}"
+                shortage = f"{count(visible, 'visible GPU')}, but {needed} are needed if the rollout has its own"
         if placement == "separate":
-            cure = "with rollout.placement=shared actor and rollout would take turns on the actor's"
-            return placement, "rollout.placement says so", cure if shortage and not obstacle else ""
+            cure = "with rollout.placement=shared, actor and rollout would take turns on the actor's GPUs"
+            return placement, "set by rollout.placement", cure if shortage and not obstacle else ""
         if not (reason := self._explain_apart(rollout, actor)):
             return "colocated", "", ""
         if shortage and not obstacle:
             return "shared", f"{reason}; {shortage}", ""
-        return "separate", reason, f"actor and rollout cannot take turns on them, as {obstacle}" if shortage else ""
+        unshared = f"actor and rollout cannot take turns on these GPUs, because {obstacle}"
+        return "separate", reason, unshared if shortage else ""
 
     def _explain_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
         """Return the reason why the rollout cannot run in the actor's processes; empty if it can."""
@@ -192,8 +194,8 @@ class PlacementPart(ProcessesPart[Config]):
             return ""
         reason = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
         self.note(
-            f"{reason}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
-            f"rollout.replicas={actor.processes} would put it into the actor's processes"
+            f"{reason}: the rollout runs in separate processes (rollout.placement=auto); with "
+            f"rollout.replicas={actor.processes} it would run in the actor's processes"
         )
         return reason
 
@@ -212,7 +214,7 @@ class PlacementPart(ProcessesPart[Config]):
             )
         elif engine.lacks(COLOCATES):
             self.refuse(
-                f"rollout.placement is colocated, and engine {engine.name!r} needs its own process (it lacks the "
+                f"rollout.placement is colocated, but engine {engine.name!r} needs its own process (it lacks the "
                 f"capability {COLOCATES!r}); set rollout.placement=shared or separate"
             )
 
@@ -224,7 +226,7 @@ class PlacementPart(ProcessesPart[Config]):
         if config.cluster.launcher == "inline":
             return "an inline run (cluster.launcher) has one process for both"
         if not rollout.gpus:
-            return "the rollout's servers run already, on devices of their own"
+            return "the servers of the rollout already run on other devices"
         for name, capability in (("actor", OFFLOAD), ("rollout", SLEEP)):
             if lack := _explain_lack(self.run.engines[name], capability):
                 return lack
@@ -236,19 +238,19 @@ class PlacementPart(ProcessesPart[Config]):
         needed, processes = rollout.processes * gpus, self.run.roles["actor"].processes
         if needed > processes:
             fit = processes // max(gpus, 1)
-            cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set actor.processes={gpus}"
+            cure = f"set rollout.replicas={fit}" if fit else f"use fewer for a replica, or set actor.processes={gpus}"
             if self.config.rollout.placement == "shared":  # else there are too few GPUs to separate them
                 cure += ", or rollout.placement=separate"
             self.refuse(
                 f"rollout.placement is shared: {rollout.processes} replicas need the devices of {needed} processes of "
-                f"the actor, which has {processes} (actor.processes); {cure}"
+                f"the actor, but the actor has {processes} (actor.processes); {cure}"
             )
         for name, role in self.run.roles.items():
             lack = _explain_lack(self.run.engines[name], OFFLOAD)
             if role.kind == "train" and role.shares == "actor" and lack:
                 self.refuse(
-                    f"rollout.placement is shared, and so are the {name}'s devices: {lack}; give it "
-                    f"devices of its own ({name}.processes), or set rollout.placement=separate"
+                    f"rollout.placement is shared, so the rollout also takes turns with the {name}, but {lack}; give "
+                    f"the {name} its own devices ({name}.processes), or set rollout.placement=separate"
                 )
 
 
@@ -259,7 +261,7 @@ def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
 
 
 def _explain_lack(engine: RoleEngine, capability: str) -> str:
-    """Return a message if an engine lacks the capability to release its memory; empty if it has it."""
+    """Return a message if an engine lacks the capability to release its memory; otherwise an empty text."""
     if not engine.lacks(capability):
         return ""
-    return f"engine {engine.name!r} cannot give its memory up (it lacks the capability {capability!r})"
+    return f"engine {engine.name!r} cannot release its memory (it lacks the capability {capability!r})"

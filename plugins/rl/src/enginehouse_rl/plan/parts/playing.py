@@ -51,7 +51,7 @@ class EnvironmentPart(Part[Config]):
         processes = self.config.environment.processes
         if processes and self.config.cluster.launcher == "inline":
             self.refuse(
-                f"environment.processes is {processes}, and an inline run has one process for everything; leave it "
+                f"environment.processes is {processes}, but an inline run has one process for everything; leave it "
                 "unset, or set cluster.launcher=ray"
             )
         check_secrets(self.findings, "environment.arguments", self.config.environment.arguments)
@@ -67,8 +67,8 @@ class EnvironmentPart(Part[Config]):
             words.append(f"{name}{'; validation plays it too' if validated else ''}")
         if section.processes:
             words.append(
-                f"in {count(section.processes, 'process')}, each with reward processes of its own; tokens and texts do "
-                "not pass the controller"
+                f"in {count(section.processes, 'process')}, each with its own reward processes; tokens and texts do "
+                "not pass through the controller"
             )
         if words:
             yield "environment", "; ".join(words)
@@ -117,7 +117,7 @@ class RewardsPart(Part[Config]):
             return
         consequence = {
             "fail": "ends the run",
-            "zero": "counts as 0, which is best where others are below 0",
+            "zero": "counts as 0, which is the best if all others are negative",
             "leave_out": "is left out of its group",
         }[section.on_error]
         functions = [
@@ -127,15 +127,15 @@ class RewardsPart(Part[Config]):
         each = " each" if len(functions) > 1 else ""
         yield (
             "reward",
-            f"{' + '.join(functions)}, in {count(section.processes, 'process')}{each}; one that raises or takes more "
-            f"than {section.timeout_seconds:g} s {consequence}",
+            f"{' + '.join(functions)}, in {count(section.processes, 'process')}{each}; a reward that raises or takes "
+            f"more than {section.timeout_seconds:g} s {consequence}",
         )
 
     def _plan_reward(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
         """Find a reward, and check its arguments and the columns that it gets; `columns` is None if unknown."""
         key, arguments, reference = make_reward_key(name), section.arguments, ""
         if is_reserved(name):
-            self.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
+            self.refuse(f"{key}: {name!r} is already the name of a metric of the run; name the reward differently")
         check_secrets(self.findings, f"{key}.arguments", arguments)
         with self.findings.collecting():
             reference, function = find_function(
@@ -148,8 +148,9 @@ class RewardsPart(Part[Config]):
         return RewardPlan(name, reference, arguments, section)
 
     def _check_needed(self, environment: EnvironmentPart) -> None:
-        """Check that an environment which needs a reward has one, and note a reward that may be unused. The environment
-        `single_turn` needs a reward, and so does any other that says so (`Environment.needs_reward`)."""
+        """Check that there is a reward if the environment needs one, and note a reward that may be unused. The
+        environment `single_turn` needs a reward. Any other declares whether it needs one (`Environment.needs_reward`).
+        """
         config, name = self.config, self.config.environment.name
         rewards = config.reward.list_rewards()
         key = "reward" if "" in rewards else "reward.functions"
@@ -157,13 +158,13 @@ class RewardsPart(Part[Config]):
         if not environment.is_single_turn:
             asks = getattr(resolve(environment.call.reference), "needs_reward", NotImplemented)
         if rewards and asks is False:
-            self.note(f"the environment {name!r} scores its episodes itself and never asks for {key}: that is unused")
+            self.note(f"the environment {name!r} scores its episodes itself, so {key} is unused")
         elif rewards and asks is NotImplemented:
             self.note(
-                f"the environment {name!r} does not say whether it asks for {key}, which is unused if it does not "
-                "(context.score); its class says so by needs_reward"
+                f"the environment {name!r} does not declare whether it uses {key} (context.score), so {key} may be "
+                "unused; its class can declare this by needs_reward"
             )
         elif asks is True and not rewards and not config.reward_model.path:
             problem = "set reward.function, several under reward.functions, or reward_model.path"
-            reason = "" if environment.is_single_turn else f": the environment {name!r} has it score what was answered"
+            reason = "" if environment.is_single_turn else f": the environment {name!r} needs a reward for its answers"
             self.refuse(problem + reason)

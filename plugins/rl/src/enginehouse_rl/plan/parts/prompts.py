@@ -23,7 +23,7 @@ from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_promp
 
 
 class PromptsPart(DataPart[Config]):
-    """The training prompts of a run, and those that it is validated on."""
+    """The training prompts and the validation prompts of a run."""
 
     rows: RowReading
 
@@ -55,9 +55,10 @@ class PromptsPart(DataPart[Config]):
         return self.run[BenchmarksPart].longest
 
     def add_response(self, key: str, tokens: int) -> tuple[int, str]:
-        """Return the length of the longest prompt with a response of `tokens`, the value of `key`; describe both."""
+        """Return the length of the longest prompt with a response of `tokens`, and a description of the two parts.
+        `tokens` is the value of `key`."""
         prompt, description = self.limit.tokens, f"a prompt of {self.limit.option}"
-        # In an environment of more turns, a row is more than a prompt and a response.
+        # In an environment of several turns, a row is more than a prompt and a response.
         if self.rows.longest is not None and self.run[EnvironmentPart].is_single_turn:
             prompt, description = self.rows.longest, f"the longest prompt of the data, {self.rows.longest:,}"
         return prompt + tokens, f"{description}, and {key}={tokens}"
@@ -109,8 +110,8 @@ class PromptsPart(DataPart[Config]):
             option = roles[role].options.get("max_model_tokens")
             if served is not None and rescaled and option is not None and option > served:
                 self.refuse(
-                    f"{role}.engine.options.max_model_tokens is {option}, and beyond {served} tokens the model's RoPE "
-                    f"has other frequencies, which training and {role} would choose in different ways: at most {served}"
+                    f"{role}.engine.options.max_model_tokens must be at most {served}, not {option}: for longer rows "
+                    f"the model's RoPE has other frequencies, which training and {role} would choose differently"
                 )
             limits = {served_name: served, f"{role}.engine.options.max_model_tokens": option}
             known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
@@ -121,7 +122,7 @@ class PromptsPart(DataPart[Config]):
             elif limit - tokens < shortest.tokens:
                 shortest = TokenLimit(
                     limit - tokens,
-                    f"the {limit - tokens} that leave room for {tokens} new ones ({key}) within {name}, {limit}",
+                    f"the {limit - tokens} that leave room for {tokens} new tokens ({key}) within {name}, {limit}",
                     f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
                 )
         return shortest
@@ -133,7 +134,7 @@ class PromptsPart(DataPart[Config]):
             needed = longest + (name == "reward_model")  # a reward model reads one token more: `append_end`
             if name in self.run.roles and (limit := positions(model)) is not None and limit < needed:
                 self.refuse(
-                    f"{name}.path: the model has {limit} positions (max_position_embeddings), and a sample may need "
+                    f"{name}.path: the model has {limit} positions (max_position_embeddings), but a sample may need "
                     f"{needed}: lower data.max_prompt_tokens or rollout.sampling.max_tokens"
                 )
 
@@ -148,7 +149,7 @@ class PromptsPart(DataPart[Config]):
             self.refuse("train.save_best is set, but there is no file to validate on (data.validation)")
             return
         if not config.train.validate_every:
-            self.note("train.save_best is set, and train.validate_every is 0: the last step's model is the best")
+            self.note("train.save_best is set, but train.validate_every is 0: the model of the last step is the best")
         samples = config.evaluation.samples_per_prompt
         names = ["reward"]
         if samples > 1:

@@ -1,4 +1,4 @@
-"""Plans the engine that answers training prompts, and the one that answers held-out prompts."""
+"""Plans the engine that answers training prompts, and the engine that answers held-out prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GeneratorPart(Part[Config]):
         evaluation = self.config.evaluation
         if evaluation.samples_per_prompt > 1 and evaluation.sampling.temperature == 0:
             self.refuse(
-                f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, and "
+                f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, but "
                 "evaluation.sampling.temperature is 0: the samples of a prompt would all be the same; set the "
                 "temperature, for example to 1.0"
             )
@@ -63,12 +63,12 @@ class GeneratorPart(Part[Config]):
         if engine.lacks(SEED):
             self.note(f"engine {name!r} does not seed its samples: two runs with the same train.seed will differ")
         if engine.lacks(WEIGHT_CHECKSUMS):
-            served = "not at all: that it drops updates would not be noticed"
+            served = "not checked, so an update that the engine drops would not be noticed"
             if every and not engine.lacks(PROMPT_LOGPROBS):
-                served = "by the logprobs of a few tokens, at every update that changes weights"
+                served = "checked by the logprobs of a few tokens, at every update that changes weights"
             self.note(
-                f"engine {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
-                f"served {served}"
+                f"engine {name!r} cannot read its weights back: the bytes of an update are checked on arrival, and the "
+                f"served weights are {served}"
             )
         if every and engine.lacks(PROMPT_LOGPROBS):
             self.note(
@@ -85,7 +85,7 @@ class GeneratorPart(Part[Config]):
         if validates and evaluation.stop is not None:
             stops["evaluation.sampling.stop"] = evaluation.stop
         elif validates and not trains:
-            stops["evaluation.sampling.stop, unset and so rollout.sampling.stop"] = rollout.stop
+            stops["evaluation.sampling.stop (unset: rollout.sampling.stop)"] = rollout.stop
         for key, stop in stops.items():
             if stop and engine.lacks(STOP_STRINGS):
                 self.refuse(f"{key}: engine {engine.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
@@ -158,8 +158,9 @@ class EvaluationPart(GeneratorPart):
             return
         if shared := set(engine.typed.servers()) & set(rollout.typed.servers()):
             self.refuse(
-                f"evaluation.engine.options: {min(shared)} is a server of the rollout's, and each has weights of its "
-                "own; start another, or leave evaluation.engine unset: the rollout then answers the validation prompts"
+                f"evaluation.engine.options: {min(shared)} is also a server of the rollout, but the two roles serve "
+                "different weights; start another server, or leave evaluation.engine unset: the rollout then answers "
+                "the validation prompts"
             )
 
 
@@ -186,5 +187,5 @@ class EvalRolloutPart(GeneratorPart):
     def facts(self) -> Iterable[Fact]:
         replicas = count(self.config.rollout.replicas, "replica")
         yield "rollout", f"{self.run.engines['rollout'].words}, {replicas}"
-        read = "read back and compared with them" if self.reads_back else "not read back"
-        yield "weights", f"each replica loads the model's files; what it serves is {read}"
+        read = "read back and compared with the files" if self.reads_back else "not read back"
+        yield "weights", f"each replica loads the model's files; the served weights are {read}"

@@ -49,7 +49,7 @@ class StagesPart(Part[Config]):
             section, key = self.config.stages.get(name), f"stages.{name}"
             arguments = section.arguments if section is not None else {}
             if arguments and not record.function:
-                self.refuse(f"{key}.arguments: the stage has no function that takes any")
+                self.refuse(f"{key}.arguments must be empty: the stage has no function that takes arguments")
             call = self.run.call(Stage, name, arguments, key) if record.function else FunctionCall("")
             own.append(plan_own_stage(name, record, call.arguments))
         self.stages = plan_stages(

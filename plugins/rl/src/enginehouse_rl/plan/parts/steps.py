@@ -27,7 +27,7 @@ def count_samples(config: Config) -> int:
 
 
 class StepsPart(Part[Config]):
-    """Checks the numbers of a run against each other. Splits need not be even."""
+    """Checks that the numbers of samples, processes and mini-batches fit each other. Splits need not be even."""
 
     def settle(self) -> None:
         config = self.config
@@ -52,7 +52,7 @@ class StepsPart(Part[Config]):
             )
         if config.train.staleness and config.cluster.launcher == "inline":
             self.refuse(
-                f"train.staleness is {config.train.staleness}: responses are generated while the actor trains, and an "
+                f"train.staleness is {config.train.staleness}: responses are generated while the actor trains, but an "
                 "inline run has one process for both; set train.staleness=0, or cluster.launcher=ray"
             )
         if config.rollout.replicas > prompts:
@@ -90,8 +90,8 @@ class StepsPart(Part[Config]):
         name, rollout = self.config.algorithm.advantage.name, self.config.rollout
         if rollout.samples_per_prompt < 2:
             self.refuse(
-                f"rollout.samples_per_prompt is {rollout.samples_per_prompt}, and the advantage {name!r} compares the "
-                "samples of one prompt with each other: it needs at least 2"
+                f"rollout.samples_per_prompt must be at least 2, not {rollout.samples_per_prompt}: the advantage "
+                f"{name!r} compares the samples of one prompt with each other"
             )
         if rollout.sampling.temperature == 0:
             self.refuse(
@@ -112,9 +112,9 @@ class StepsPart(Part[Config]):
         if rollout.extra_groups:
             late = "used by later steps while they are fresh enough, else " if ahead else ""
             yield (
-                f"{count(rollout.extra_groups, 'prompt')} more than needed are started: a step trains on those "
-                f"answered first, which are the shorter ones; those answered last are {late}dropped, and their prompts "
-                "used again"
+                f"{count(rollout.extra_groups, 'prompt')} more than needed are started: a step trains on the prompts "
+                f"answered first, which have the shorter responses; the prompts answered last are {late}dropped and "
+                "answered again"
             )
         if rollout.keep:
             yield f"other prompts replace those whose responses {rollout.keep.name} rejects"

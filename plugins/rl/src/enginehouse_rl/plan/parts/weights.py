@@ -38,11 +38,11 @@ class WeightsPart(Part[Config]):
         yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
 
     def _choose(self, role: str) -> tuple[str, str]:
-        """Return the transport's name, and the reason for choosing it. Both are empty after a problem with a backend.
+        """Return the name of the transport, and the reason for choosing it. Both are empty if a backend has a problem.
 
         Raises:
             UserError: the transport in the config does not exist or does not reach the role, or no transport reaches
-                it.
+                the role.
         """
         run, config, named = self.run, self.config, self.config.weights.transport
         colocated = role == "rollout" and run[PlacementPart].kind == "colocated"
@@ -52,12 +52,12 @@ class WeightsPart(Part[Config]):
         record = None if named == "auto" else run.plugins.get(Transport, named)
         sufficient = {SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}
         if record is not None and sufficient.intersection(record.capabilities):
-            return named, "weights.transport names it"
+            return named, "set by weights.transport"
         if record is not None and role == "rollout":
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
-                f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
-                f"there (its capabilities: {reach}); set it to auto, which chooses a transport"
+                f"weights.transport: actor and rollout are {where} (rollout.placement), but {named!r} cannot connect "
+                f"them (its capabilities: {reach}); set weights.transport=auto, which chooses a transport"
             )
         train, rollout = run.engines["actor"].record, run.engines[role].record
         if not isinstance(train, TrainBackend) or not isinstance(rollout, RolloutBackend):
@@ -65,8 +65,8 @@ class WeightsPart(Part[Config]):
         ranks, apart_in_cluster = config.actor.processes, joined and not one_process
         if apart_in_cluster and role == "rollout":
             self.note(
-                "cluster.address is set: whether actor and rollout share a host shows only at the start, so the "
-                "transport is chosen as if they did not (weights.transport=shared_memory is faster if they do)"
+                "cluster.address is set: whether actor and rollout share a host is known only when the run starts, so "
+                "the transport is chosen as if they did not (weights.transport=shared_memory is faster if they do)"
             )
         ends = Reach(colocated=one_process, hosts=1 + joined, device=run.device, training_ranks=ranks)
         picked = run.plugins.pick_transport(train, rollout, ends)

@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 LONGEST_NAME, LONGEST_VALUE = 250, 500
 """Maximum number of characters that MLflow accepts in a name and in a parameter's value."""
 AT_ONCE = 100
-"""Maximum number of parameters in a call to MLflow; it accepts 1000 metrics."""
+"""Number of parameters or metrics in a call to MLflow, which accepts at most 100 parameters and 1000 metrics."""
 
 
 class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same run continues, and repeated steps occur twice. If the server does not know the run,
+    After `--resume` the same MLflow run continues, and repeated steps occur twice. If the server does not know the run,
     because it is another server, a new run begins there with the steps so far.
 
     Args:
         experiment: The experiment that lists the run.
-        name: The name of the run; unset, the run directory's.
+        name: The name of the run. Unset: the name of the run directory.
     """
 
     def __init__(self, experiment: str = "enginehouse", name: str | None = None):
@@ -75,7 +75,7 @@ class MLflow:
         self._client.set_terminated(self._run_id, status)
 
     def _resume_run(self, run_id: str | None) -> bool:
-        """Continue the run with this id; return False if there is none."""
+        """Continue the run with this id; return False if the server has no such run."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -86,7 +86,7 @@ class MLflow:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "in the run directory"
-            log.warning("MLflow has no run %s %s: a new one begins there, with the steps so far", run_id, place)
+            log.warning("MLflow has no run %s %s: a new run begins there, with the steps so far", run_id, place)
             return False
         self._run_id = run_id
         return True

@@ -1,4 +1,4 @@
-"""Stores the id that a tracker's service gave to a run in the run directory, for the run when it is resumed."""
+"""Stores in the run directory the id that a tracker's service gave to the run, so that a resumed run finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends metrics to Weights & Biases, online or offline by its own settings, such as `WANDB_MODE`."""
+"""Sends metrics to Weights & Biases, online or offline by the settings of wandb, such as `WANDB_MODE`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
     Validations have a separate axis, `validation/step`: the result of a validation that runs beside later steps comes
-    after these steps, but Weights & Biases accepts no rows of past steps. After `--resume` the same run continues;
-    repeated steps keep their first metrics.
+    after these steps, but Weights & Biases accepts no rows of past steps. After `--resume` the same run of Weights &
+    Biases continues; repeated steps keep their first metrics.
 
     Args:
         project: The project that lists the run.
-        entity: The user or team that owns the project; unset, the user's default.
-        name: The name of the run; unset, the run directory's.
+        entity: The user or team that owns the project. Unset: the user's default.
+        name: The name of the run. Unset: the name of the run directory.
         group: The group with which the run is shown.
         tags: The run's tags.
     """
