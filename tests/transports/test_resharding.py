@@ -165,10 +165,10 @@ P = ParamMeta("p", "float32", (4, 4), (0, 1), (2,), ("S0",))
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"owners": (0, 2)}, "are not different ranks of 2"),
-        ({"owners": (1, 1)}, "are not different ranks of 2"),
-        ({"mesh_shape": (3,)}, "another size than its 2 owners"),
-        ({"owners": ()}, "another size than its 0 owners"),
+        ({"owners": (0, 2)}, "must be distinct ranks below 2"),
+        ({"owners": (1, 1)}, "must be distinct ranks below 2"),
+        ({"mesh_shape": (3,)}, "must have 3 owners, not 2"),
+        ({"owners": ()}, "must have 2 owners, not 0"),
         ({"placements": ("S2",)}, "do not fit"),
         ({"placements": ()}, "do not fit"),
         ({"placements": ("P",)}, "do not fit"),
