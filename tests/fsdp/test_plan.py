@@ -84,15 +84,15 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
     ("overrides", "said"),
     [
         ([f"{OPTIONS}.replicas=3"], "4 rank(s) cannot hold 3 replicas: replicas must divide the number of ranks"),
-        ([f"{OPTIONS}.tensor_parallel=3"], "nearest that does: tensor_parallel="),
-        ([f"{OPTIONS}.tensor_parallel=4"], "does not divide the model's 2 key-value heads; nearest that does: tensor_"),
+        ([f"{OPTIONS}.tensor_parallel=3"], "nearest divisor: tensor_parallel="),
+        ([f"{OPTIONS}.tensor_parallel=4"], "does not divide the model's 2 key-value heads; nearest divisor: tensor_"),
         (
             [f"{OPTIONS}.context_parallel=4"],
-            "does not divide the 2 key-value head(s) of a rank; nearest that does: co",
+            "does not divide the 2 key-value head(s) of a rank; nearest divisor: co",
         ),
         (
             [f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.context_parallel=2"],
-            "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest that does: context_",
+            "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest divisor: context_",
         ),
         ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica'. Did you mean 'replicas'?"),
         ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk'. Did you mean 'rank'?"),

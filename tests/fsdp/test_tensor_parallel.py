@@ -128,11 +128,11 @@ def test_what_does_not_divide_is_said_before_weights_are_read(run_ranks, tmp_pat
     said = run_ranks(4, refusal, broken, {"tensor_parallel": 4})
     assert set(said) == {
         "fsdp: tensor_parallel=4 does not divide num_key_value_heads of Qwen3ForCausalLM (2); "
-        "nearest that does: tensor_parallel=2"
+        "nearest divisor: tensor_parallel=2"
     }
     said = run_ranks(4, refusal, broken, {"tensor_parallel": 3})
     assert set(said) == {
-        "fsdp: tensor_parallel=3 does not divide the 4 rank(s) there are for it; nearest that does: tensor_parallel=4"
+        "fsdp: tensor_parallel=3 does not divide the 4 rank(s) there are for it; nearest divisor: tensor_parallel=4"
     }
 
 

@@ -35,7 +35,7 @@ def changed(path: str, to: Path, **values) -> str:
 @pytest.mark.parametrize(
     ("processes", "options", "said"),
     [
-        (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest that does: .*=3"),
+        (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest divisor: .*=3"),
         (4, {"tensor_parallel": 2, "pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the 2 .*=2"),
         (3, {"context_parallel": 2}, "context_parallel=2 does not divide the 3"),
         (2, {"virtual_stages": 2}, "virtual_stages=2 .* there is no pipeline"),

@@ -130,7 +130,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
         nearest = min(possible, key=lambda n: (abs(n - size), -n))
         raise ConfigError(
             f"fsdp: tensor_parallel={size} does not divide {uneven} of {type(model).__name__} ({counts[uneven]}); "
-            f"nearest that does: tensor_parallel={nearest}"
+            f"nearest divisor: tensor_parallel={nearest}"
         )
 
 
