@@ -78,7 +78,7 @@ def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
     for override, why in {
         "actor.processes=2": "rollout.replicas is 1, actor.processes 2",
         "rollout.placement=separate": "rollout.placement says so",
-        f"rollout.engine.runtime={sys.executable}": "its environment is not the actor's",
+        f"rollout.engine.runtime={sys.executable}": "it runs in another Python environment than the actor",
     }.items():
         planned = make(override)
         assert planned.roles["rollout"].shares is None
