@@ -181,7 +181,7 @@ def test_metadata_that_contradict_themselves_are_refused_with_the_parameters_nam
 
 
 def test_two_sides_with_other_parameters_are_refused():
-    with pytest.raises(WeightSyncError, match="one side has 1 parameters, the other 0"):
+    with pytest.raises(WeightSyncError, match="the senders have 1 and the receivers 0"):
         plan_reshard([P], [], 2, 2)
     for other in (replace(P, name="q"), replace(P, shape=(4, 5)), replace(P, dtype="float16")):
         with pytest.raises(WeightSyncError, match="parameter 0 is 'p'"):

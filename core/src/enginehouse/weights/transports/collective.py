@@ -237,7 +237,7 @@ class CollectiveReceiver(Receiver):
         with barrier.changed:  # wait for the sender's confirmation, so that no earlier abort is missed
             self._barrier.check_newest(version)
             if self._plan.buckets:
-                missing = "the trainer did not confirm that all buckets were taken"
+                missing = "the trainer did not confirm the last bucket"
                 barrier.wait(lambda: self._noted >= version, version, deadline, lambda: missing)
 
     def _await_bucket(self, version: int, bucket: int, deadline: Deadline) -> torch.Tensor:
