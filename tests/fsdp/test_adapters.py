@@ -299,7 +299,7 @@ def test_a_checkpoint_that_does_not_belong_is_refused(tmp_path):
     assert "holds a whole model and no adapters" in refused(whole, LORA)
     assert "saved with lora.alpha 8; here it is 16" in refused(adapted, {**LORA, "alpha": 16})
     assert "adapters of a base model with other names or shapes" in refused(adapted, LORA, tiny_model(layers=3))
-    assert "has shape (4, 32), here (2, 32)" in refused(adapted, {**LORA, "rank": 2})
+    assert "has shape (4, 32), but this engine's has (2, 32)" in refused(adapted, {**LORA, "rank": 2})
 
 
 def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):

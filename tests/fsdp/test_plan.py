@@ -189,8 +189,8 @@ FLASH = f"{OPTIONS}.attention=flash_attention_2"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.device=cpu", FLASH], "has kernels for cuda alone, and this run is on cpu; use attention=auto"),
-        (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels for cuda alone"),
+        (["cluster.device=cpu", FLASH], "has kernels only for cuda, but this run is on cpu; use attention=auto"),
+        (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels only for cuda"),
         (["cluster.device=cuda", "model.dtype=float32", FLASH], "has no kernels for float32; use model.dtype=bfloat16"),
         (["cluster.device=cuda", "model.dtype=bfloat16", FLASH], "needs flash-attn, which is not installed here"),
         (

@@ -86,7 +86,7 @@ def a_file_is_cut(saved: Path, to: Path) -> Path:
     ("make", "said"),
     [
         (nothing_there, r"holds no checkpoint of megatron \(no file metadata\.json\)$"),
-        (a_save_was_killed_replacing_it, r"rename '.*\.copy\.replaced', which is the one before"),
+        (a_save_was_killed_replacing_it, r"rename '.*\.copy\.replaced', which is the earlier one"),
         (not_finished, "incomplete"),
         (a_file_is_gone, "damaged: .*distcp"),
         (a_file_is_cut, "is damaged"),

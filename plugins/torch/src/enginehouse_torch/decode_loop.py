@@ -79,7 +79,7 @@ class DecodeLoop:
         """Raise if the thread has failed or ended.
 
         Raises:
-            RolloutEngineFailed: the failure is its cause.
+            RolloutEngineFailed: the thread has failed or ended. A failure is the cause of this error.
         """
         if self._failure is not None or self._closed:
             raise self._failure_error()

@@ -95,7 +95,7 @@ class FlatAdamW:
     def step(self) -> dict[str, float]:
         """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        If the gradient's norm is not finite, or no rank counted anything, only the gradients are zeroed.
+        If the gradient's norm is not finite, or no rank counted a weight, only the gradients are zeroed.
 
         Returns:
             `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.

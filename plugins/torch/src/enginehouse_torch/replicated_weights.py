@@ -1,4 +1,4 @@
-"""The weights of a replicated model, under the names and in the form of its Hugging Face checkpoint."""
+"""The weights of a replicated model, with the names and the layout of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 

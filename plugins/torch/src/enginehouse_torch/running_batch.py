@@ -1,5 +1,5 @@
-"""The running batch: it admits requests, samples a token a step for every row, and drops finished rows when that
-pays."""
+"""The running batch: it admits requests, samples a token for every row at each step, and drops finished rows if that
+saves time."""
 
 from __future__ import annotations
 

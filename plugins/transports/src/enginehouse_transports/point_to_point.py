@@ -325,7 +325,7 @@ class PointToPointReceiver(Receiver):
                     lambda: not silent(),
                     version,
                     deadline,
-                    lambda: f"training rank {', '.join(silent())} did not confirm that all buckets were taken",
+                    lambda: f"training rank {', '.join(silent())} did not confirm the last bucket",
                 )
 
     def _await_bucket(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:

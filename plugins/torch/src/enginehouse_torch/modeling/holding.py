@@ -131,8 +131,8 @@ class Holding:
         for name, shape in stored_shapes(self.path).items():
             if name in shapes and shape != shapes[name]:
                 raise ModelError(
-                    f"the weights in '{self.path}' are not those of its config.json: {name} has the shape {shape}, and "
-                    f"the config makes it {shapes[name]}"
+                    f"the weights in '{self.path}' do not fit its config.json: {name} has the shape {shape}, but the "
+                    f"config requires {shapes[name]}"
                 )
 
     def describe_export(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
@@ -163,17 +163,17 @@ class Holding:
         sentences = []
         if self.aside:
             summary = _summarize(meta.name for meta in self.aside)
-            sentences.append(f"the model's class does not read {summary}: not trained, and in the export as they were")
+            sentences.append(f"the model's class does not read {summary}: they are not trained, but exported unchanged")
         if self.untouched:
             sentences.append(
-                f"no text goes through {_summarize(self.untouched)}: not trained, and in the export as they were"
+                f"no text reaches {_summarize(self.untouched)}: they are not trained, but exported unchanged"
             )
         return sentences
 
 
 OF_A_CLASS = (
     "the model's class",
-    "look at what config.json says of these parts (biases, norms, quantization), or take the model's own code "
+    "check what config.json says about these parts (biases, norms, quantization), or use the model's own code "
     "(model.trust_remote_code)",
 )
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
@@ -196,8 +196,8 @@ def check_unread(
     inside = [name for name in unread if parts & set(_enclosing_parts(name)) and not of_no_use.search(name)]
     if inside:
         raise ModelError(
-            f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, in parts of "
-            f"the model of which it reads the rest: without them this would be another model; {whose[1]}"
+            f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, although it "
+            f"reads the rest of these parts: without these tensors this would be another model; {whose[1]}"
         )
 
 

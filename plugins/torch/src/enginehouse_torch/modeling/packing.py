@@ -81,7 +81,7 @@ class TreeLayout:
         return allowed[:, None]
 
     def segments(self) -> tuple[Indices, Indices]:
-        """Return each position's segment in a packed sequence, and that of the prompt it continues; both `(length,)`.
+        """Return each position's segment in a packed sequence, and the segment of its prompt; both `(length,)`.
 
         A segment is a shared prompt, or the rest of a row; segments are numbered in order. Without a shared prompt both
         results are equal. A position attends to earlier positions of either segment, and to itself.
@@ -100,8 +100,8 @@ class TreeLayout:
             size: positions per block; the last block may have fewer.
 
         Returns:
-            The pairs in which some query may attend to some key, with a few more; and the pairs in which every query
-            may attend to every key.
+            The pairs in which some query may attend to some key, and perhaps a few other pairs; and the pairs in which
+            every query may attend to every key.
         """
         own, prompt = self.segments()
         first = np.arange(0, len(own), size)
