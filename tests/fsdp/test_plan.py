@@ -165,7 +165,7 @@ def test_what_adapters_of_all_layers_leave_is_said(config):
     shutil.copytree(tiny_experts(), "model", dirs_exist_ok=True)
     said = planned(config, f"{OPTIONS}.lora.rank=2", *FITTING).notes
     (note,) = [one for one in said if "lora.targets" in one]
-    assert "all-linear leaves model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
+    assert "does not adapt model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
 
 
 def test_what_a_class_does_not_read_is_said_once(config):
@@ -195,7 +195,7 @@ FLASH = f"{OPTIONS}.attention=flash_attention_2"
         (["cluster.device=cuda", "model.dtype=bfloat16", FLASH], "needs flash-attn, which is not installed here"),
         (
             ["cluster.device=cuda", f"{OPTIONS}.attention=flex_attention", f"{OPTIONS}.context_parallel=2"],
-            "has no form for sequences that are split over ranks (context_parallel=2)",
+            "does not support sequences that are split over ranks (context_parallel=2)",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_part_that_was_not_saved_is_named(saved):
 def test_a_checkpoint_of_another_model_says_what_differs(saved):
     with (
         engine_of(tiny_model(layers=3)) as engine,
-        pytest.raises(CheckpointError, match="another model: its num_hidden_layers is 2, here it is 3"),
+        pytest.raises(CheckpointError, match="another model: its num_hidden_layers is 2, but this model's is 3"),
     ):
         engine.load(str(saved), ("model",))
 

@@ -147,7 +147,7 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("model", "overrides", "said"),
     [
-        ({}, (f"{OPTIONS}.expert_parallel=2",), "expert_parallel=2 shares out experts, and the model has none"),
+        ({}, (f"{OPTIONS}.expert_parallel=2",), "expert_parallel=2 needs experts, but the model has none"),
         (EXPERTS, (f"{OPTIONS}.expert_parallel=8",), "expert_parallel=8 does not divide the model's 4 experts"),
         (
             EXPERTS,

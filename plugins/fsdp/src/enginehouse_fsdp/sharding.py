@@ -150,7 +150,7 @@ def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the parameters that a forward pass left gathered, as it leaves those of the outermost unit."""
+    """Free the parameters that a forward pass left gathered, such as those of the outermost unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -82,7 +82,7 @@ class MegatronOptions(TrainOptions):
         """Reject float32 on a GPU with transformer-engine, which has no float32 attention for packed sequences."""
         if dtype == "float32" and device == "cuda" and has_transformer_engine():
             raise ConfigError(
-                "megatron: on GPUs its layers are those of transformer-engine, which is installed here and has no "
+                "megatron: on GPUs this engine uses layers of transformer-engine, which is installed here and has no "
                 "attention in float32 for packed sequences: set model.dtype=bfloat16"
             )
 
