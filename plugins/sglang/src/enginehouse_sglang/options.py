@@ -43,7 +43,8 @@ OURS = {
     "weight_version": "the run counts the versions",
     "speculative_algorithm": "speculative decoding has other logprobs and seeds than the backend promises",
 }
-"""Arguments of SGLang's server that this backend sets itself, and what decides each."""
+"""Arguments of SGLang's server that this backend sets itself, each with the setting to use instead, or the reason why
+there is none."""
 
 CPU_KV_CACHE_MIB = 1024
 
@@ -86,16 +87,16 @@ class SGLangOptions(SplitRolloutOptions):
         names_attention = any(name.replace("-", "_") == "attention_backend" for name in self.native)
         if self.deterministic and dtype == "float32" and device == "cuda" and not names_attention:
             raise ConfigError(
-                "deterministic: SGLang's deterministic inference takes flash-attention on GPUs, which computes in half "
-                "precision only: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
+                "deterministic: SGLang's deterministic inference uses flash-attention on GPUs, which computes only in "
+                "half precision: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
             )
 
     def check(self, processes: int) -> None:
         if self.endpoint and len(self.endpoint) != processes:
             urls, replicas = len(self.endpoint), f"replica{'' if len(self.endpoint) == 1 else 's'}"
             raise ConfigError(
-                f"endpoint: {urls} URL(s) are given for {processes} replica(s); give one URL for each, or start "
-                f"{urls} {replicas}"
+                f"endpoint must have one URL for each replica, but has {urls} for {processes} replica(s): change the "
+                f"URLs, or start {urls} {replicas}"
             )
 
     def servers(self) -> Sequence[str]:
@@ -123,8 +124,8 @@ class SGLangOptions(SplitRolloutOptions):
             )
         elif self.deterministic is False:
             notes.append(
-                "deterministic is false, as it is on GPUs unless it is set: SGLang does not heed seeds, so two runs "
-                "with the same train.seed draw the same prompts and differ in the responses; true costs speed"
+                "deterministic is false, which is the default on GPUs: SGLang ignores seeds, so two runs with the same "
+                "train.seed have the same prompts but different responses; true costs speed"
             )
         if self.openai_endpoint == "node":
             notes.append(
@@ -154,7 +155,7 @@ class SGLangOptions(SplitRolloutOptions):
                 raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
         urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) != len(urls):
-            raise ValueError("two replicas cannot share a server: each has weights of its own; give each URL once")
+            raise ValueError("two replicas cannot share a server, because each has its own weights; give each URL once")
         return urls
 
     @model_validator(mode="after")
@@ -162,5 +163,5 @@ class SGLangOptions(SplitRolloutOptions):
         if self.endpoint:
             for name in ("tensor_parallel", "kv_cache_mib", "deterministic", "openai_endpoint", "native"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(f"{name} is for starting a server, and endpoint names servers that run already")
+                    raise ValueError(f"{name} is only for servers that a run starts, but endpoint names running ones")
         return self

@@ -102,7 +102,7 @@ class SGLangServer:
         await self._control("/continue_generation")
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free `"weights"` or `"kv_cache"`, which are lost. A server that generates, or has freed them, ends."""
+        """Free `"weights"` or `"kv_cache"`; the content is lost. The server ends if it generates, or has freed them."""
         await self._control("/release_memory_occupation", tags=list(parts))
 
     async def take_back(self, parts: Sequence[str]) -> None:

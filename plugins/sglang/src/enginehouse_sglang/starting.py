@@ -65,7 +65,7 @@ async def _is_ready(server: SGLangServer, process: ServerProcess) -> bool:
     if not process.is_alive():
         message = process.describe_death()
         if "unrecognized arguments" in message or "error: argument" in message:
-            raise ConfigError(f"sglang does not take an argument of `native`: {message}")
+            raise ConfigError(f"sglang rejects an argument of `native`: {message}")
         raise SGLangFailed(message)
     try:
         await server.address.call("GET", "/ready")

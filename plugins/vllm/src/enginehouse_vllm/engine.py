@@ -209,7 +209,10 @@ class VLLMRollout:
         if self._running:
             raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are in progress")
         if not self._can_sleep:
-            raise EnginehouseError(f"{self._where}: vllm was started without its sleep mode, as nobody takes turns")
+            raise EnginehouseError(
+                f"{self._where}: vllm cannot sleep, because it was started without its sleep mode: no other role takes "
+                "turns on its devices"
+            )
         before, self._asleep = self._asleep, asleep
         parts = _asleep_in_vllm(asleep) - _asleep_in_vllm(before)
         try:
@@ -305,8 +308,8 @@ def _explain(error: VLLMFailed, model: ModelSpec) -> str:
     if "SIGILL" not in str(error):
         return str(error)
     return (
-        f"this build of vllm computes {model.dtype} with instructions that this CPU does not carry out (SIGILL); set "
-        "model.dtype to another"
+        f"this build of vllm computes {model.dtype} with instructions that this CPU does not support (SIGILL); set "
+        "model.dtype to another dtype"
     )
 
 

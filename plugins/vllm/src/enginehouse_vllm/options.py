@@ -32,7 +32,8 @@ OURS = {
     "data_parallel_size": "use rollout.replicas",
     "speculative_config": "speculative decoding has other logprobs and seeds than the backend promises",
 }
-"""Arguments of vLLM's engine that this backend sets itself, and what decides each."""
+"""Arguments of vLLM's engine that this backend sets itself, each with the setting to use instead, or the reason why
+there is none."""
 
 CPU_KV_CACHE_MIB = 1024
 
@@ -70,8 +71,8 @@ class VLLMOptions(SplitRolloutOptions):
         cut = top_p < 1 or top_k > 0
         if cut and self.truncated_logprobs == "exact" and device != "cpu" and variables.get(V2_RUNNER) != "0":
             raise ConfigError(
-                f"top_p is {top_p:g} and top_k {top_k}, with which vllm gives logprobs of the kept tokens only on a "
-                "GPU. Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes those of "
+                f"with top_p={top_p:g} and top_k={top_k}, vllm on a GPU gives only logprobs within the kept tokens. "
+                "Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes logprobs of "
                 f"the whole distribution; or engine.env.{V2_RUNNER}=0, which is slower; or top_p=1 and top_k=0"
             )
 
@@ -90,9 +91,9 @@ class VLLMOptions(SplitRolloutOptions):
         notes = []
         if self.truncated_logprobs == "renormalized":
             notes.append(
-                "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
-                "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
-                "of the policies compare what differs"
+                "truncated_logprobs is renormalized: with top_p or top_k the rollout's logprobs are those within the "
+                "kept tokens, but the trainer's are those of the whole distribution. So mismatch/* and, with "
+                "algorithm.old_logprobs=rollout, the ratio of the policies compare different quantities"
             )
         if self.openai_endpoint == "node":
             notes.append(
