@@ -160,7 +160,7 @@ class _Layer:
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent parameters do not move."""
+    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent parameters stay."""
     first, size = parameters[0].data, sum(len(parameter) for parameter in parameters)
     if _are_adjacent(parameters):
         return first.as_strided((size, *first.shape[1:]), first.stride())
