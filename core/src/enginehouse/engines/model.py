@@ -107,14 +107,14 @@ class ProcessContext:
         role: name of the role for messages, such as `"actor"` or `"rollout"`.
         rank: number of this process in its group, in `range(world_size)`.
         world_size: number of processes in the group.
-        local_rank: number of this process among those of its group on the same node.
-        node: address of the node for other nodes.
+        local_rank: number of this process among the processes of its group on the same node.
+        node: address at which other nodes reach this node.
         device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
             or the only visible one.
         seed: base seed of the run. An engine derives its own seed from this seed and its rank.
         takes_turns: True if other processes take turns on the same devices. An engine that needs a special start to be
             able to `sleep` must use it.
-        labels: other facts from the launcher. `"replica"` is the number of a rollout replica in the run.
+        labels: further values from the launcher. `"replica"` is the number of a rollout replica in the run.
     """
 
     role: str

@@ -2,8 +2,8 @@
 
 Requests go to the replica with the least load. If a replica or its engine dies, other replicas generate its responses.
 The fleet restarts the replica in the background, and uses it again once it serves the other replicas' version,
-verified. Samples depend only on seed and row, so they equal those of an undisturbed run up to rounding. Which rows an
-engine computes together depends on time, and may change the last bit of a logprob, or a token.
+verified. Samples depend only on seed and row, so they equal the samples of an undisturbed run up to rounding. Which
+rows an engine computes together depends on time, and may change the last bit of a logprob, or a token.
 
 `enginehouse.fleet.router` routes requests, and `enginehouse.weights.sync` sends weights to replicas.
 """
@@ -248,8 +248,8 @@ class RolloutFleet(ReplicaGroup):
             seed: seed of the responses. Equal seeds and weights give equal responses. None: a new seed each time.
 
         Returns:
-            One row per response, in the order of the prompts. The columns are those of
-            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and `seconds` of `generate_each`.
+            One row per response, in the order of the prompts. It has the columns of
+            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and the column `seconds` of `generate_each`.
 
         Raises:
             ControllerError: the errors of `generate`.

@@ -27,7 +27,7 @@ from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:
-    """Return True if transformer-engine is installed. megatron-core cannot tell, because it has mocks of it."""
+    """Return True if transformer-engine is installed. megatron-core cannot detect this, because it has mocks."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

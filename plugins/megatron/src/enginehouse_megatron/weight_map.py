@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class MappedParameter:
-    """This rank's part of a parameter, its form and its stored tensors."""
+    """This rank's part of a parameter, with its stored tensors and the `Form` that converts between the two."""
 
     parameter: torch.nn.Parameter
     form: Form

@@ -199,8 +199,8 @@ class RequestQueue:
             self._watching = False
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """End requests by id, or all. A request that shares a connection stops at once, but is answered with the other
-        requests of its connection."""
+        """End requests by id, or all requests. A request that shares a connection stops at once, but is answered with
+        the other requests of its connection."""
         sent = []
         for pending in list(self._pending.values()):
             if ids is not None and pending.request.id not in ids:

@@ -75,7 +75,7 @@ async def _is_ready(server: SGLangServer, process: ServerProcess) -> bool:
 
 
 def server_environment(options: SGLangOptions, context: ProcessContext) -> dict[str, str]:
-    """Return the variables that the server's processes get in addition to those of the worker."""
+    """Return the variables that the server's processes get in addition to the worker's variables."""
     variables = dict(ENVIRONMENT)
     if context.device == "cpu" and options.tensor_parallel > 1 and BINDING not in os.environ:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -32,7 +32,7 @@ SENT_BYTES = 64 << 20
 
 
 class SGLangWeights(StagedWeights):
-    """Keeps two versions in this host's memory: the one being staged and the one that is served."""
+    """Keeps two versions in this host's memory: the staged version and the served version."""
 
     def __init__(self, spec: ModelSpec, where: str, labels: Labels):
         super().__init__(spec, where)

@@ -117,7 +117,7 @@ class DecodeLoop:
         return await future
 
     def submit(self, requests: Sequence[tuple[RequestProgress, asyncio.Future[Any]]]) -> None:
-        """Queue requests; those submitted together are admitted together."""
+        """Queue requests. Requests that are submitted together are admitted together."""
 
         def action() -> None:
             for pending, future in requests:

@@ -171,7 +171,7 @@ def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return True if parameters lie in one storage, one after the other without a gap."""
+    """Return True if parameters are in one storage, one after the other without a gap."""
     storage, place = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
     for parameter in parameters:
         here = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == place

@@ -53,7 +53,7 @@ class FlatAdamW:
         self.options = options
         self.world_size = world_size
         self.step_number = 0
-        """Optimizer steps taken; skipped ones do not count."""
+        """Optimizer steps taken; skipped steps do not count."""
         self._places, ends = lay_out(parameters, options)
         self._parameters = {name: parameters[name] for name in self._places}
         device = next(iter(self._parameters.values())).device

@@ -46,9 +46,9 @@ class DecodingState:
 class RunningBatch:
     """Rows and their cache. Not thread-safe: only the decode loop touches it, under `torch.inference_mode`.
 
-    A request may join at any token boundary. Its prompt is prefilled once, together with those admitted with it, and
-    its rows are copied with the running ones into a new cache. The copy reads and writes the cache once, like a decode
-    step, so a join at every step costs no more than a small multiple of the decoding.
+    A request may join at any token boundary. Its prompt is prefilled once, together with other prompts that are
+    admitted at the same time. Then its rows and the running rows are copied into a new cache. The copy reads and writes
+    the cache once, like a decode step, so a join at every step costs no more than a small multiple of the decoding.
 
     A forward pass of a prefill has at most `prefill_tokens` padded prompt tokens.
     """

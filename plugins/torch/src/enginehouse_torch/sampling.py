@@ -79,7 +79,7 @@ def _truncate(probabilities: torch.Tensor, top_k: torch.Tensor | None, top_p: to
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return the logprob of each token given those before it, 0 for the first.
+    """Return the logprob of each token given the tokens before it, 0 for the first.
 
     Args:
         logits: `(rows, tokens, vocabulary)` float32.

@@ -20,7 +20,7 @@ API = "/v1"
 """Prefix of the served paths. Other paths of vLLM need no key, and some of them scale or pause the engine."""
 
 GRACE_SECONDS = 1
-"""Seconds that a request may continue once the server is told to end."""
+"""Seconds that a request may continue once the server is asked to end."""
 
 
 class OpenAIServer:

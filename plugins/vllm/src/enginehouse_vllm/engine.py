@@ -50,11 +50,11 @@ class VLLMRollout:
     * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
       the new weights.
     * The same seed gives the same tokens whatever else runs, up to rounding, as in every batching engine.
-    * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into those
-      of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
+    * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into
+      logprobs of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
       `truncated_logprobs`.
-    * `pause` also holds and ends requests of the OpenAI endpoint; `abort`, `health` and `metrics` only know those of
-      `generate`.
+    * `pause` also holds and ends requests of the OpenAI endpoint; `abort`, `health` and `metrics` only know requests
+      of `generate`.
     * A vLLM process that dies ends the replica: unfinished requests and every later call raise `VLLMFailed`.
     * Every method that needs vLLM raises `WeightsLost` if a weight update left it without a complete model.
     """

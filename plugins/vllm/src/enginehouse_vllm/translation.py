@@ -141,7 +141,7 @@ def add_kept_probability(result: GenerateResult, kept: Mapping[str, Sequence[flo
 
 
 def _first_of_each(logprobs: Any) -> list[float]:
-    """Return the token's own logprob at each position that has one; vLLM lists it before those of other tokens."""
+    """Return the token's own logprob at each position that has one; vLLM lists it before other tokens' logprobs."""
     if logprobs is None:
         return []
     values = logprobs.logprobs

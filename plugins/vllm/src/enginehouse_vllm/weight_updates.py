@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class VLLMWeights(StagedWeights):
-    """Keeps two versions in this host's memory, the one being staged and the one that is served.
+    """Keeps two versions in this host's memory: the staged version and the served version.
 
     vLLM loads them from there, but version 0 from the model's directory.
     """

@@ -37,7 +37,7 @@ PADDED_ATTENTION = "sdpa"
 BLOCK = 128
 """Tokens of a block: the size that the kernels of `flex_attention` are written for."""
 AMPERE, HOPPER = 8, 9
-"""Major compute capabilities: the lowest that flash-attention supports, and the one that its version 3 needs."""
+"""Major compute capabilities: the lowest that flash-attention supports, and the capability that version 3 needs."""
 VARLEN = "varlen_attention"
 """Name under which torch's own flash-attention (`torch.nn.attention.varlen`) is registered with transformers."""
 

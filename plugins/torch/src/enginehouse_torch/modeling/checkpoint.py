@@ -101,7 +101,7 @@ class TrainState:
         return tensors
 
     def to_write(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return all tensors to write, floating-point ones in float32, and the random states of this `rank` only."""
+        """Return all tensors to write, with floating point as float32, and the random states of this `rank` only."""
         written = {name: t.float() if t.is_floating_point() else t for name, t in self.tensors().items()}
         if self.optimizer is not None:
             written["optimizer.step"] = torch.tensor(self.optimizer.step_number)
@@ -186,7 +186,7 @@ class BackgroundSave:
 def load(
     path: str, state: TrainState, ranks: Ranks, check: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Overwrite the tensors of `state` with those in the directory `path` of any torch engine; collective.
+    """Overwrite the tensors of `state` with a checkpoint of any torch engine in the directory `path`; collective.
 
     A rank without a random state in the checkpoint keeps its own.
 
@@ -412,7 +412,7 @@ def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors
         unknown = sorted(name for name in stored if name.startswith("model.") and name not in tensors)
         if unknown:
             count = len(unknown)
-            raise CheckpointError(f"checkpoint {path!r} has an unknown {unknown[0]!r} ({count} in all): {reason}")
+            raise CheckpointError(f"checkpoint {path!r} has an unknown entry {unknown[0]!r} ({count} in all): {reason}")
     for name, tensor in tensors.items():
         if stored[name] != tuple(tensor.shape):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Holding: the tensors of a model's directory that the model reads, and those that an export copies unchanged.
+"""Holding: the tensors of a model's directory that the model reads, and tensors that an export copies unchanged.
 
 The model's class reads a stored tensor through the class's own mapping of names. A tensor that the class does not read
 must belong to a part that the class does not compute (a prediction head, a vision tower, a further layer), else the
@@ -33,7 +33,7 @@ EARLIER_VALUE_HEAD = "value_head"
 HEADS = frozenset({f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight"})
 
 COPIED = ("*.json", "*.jinja", "*.py", "*.txt", "LICENSE*", "NOTICE*", *TOKENIZER_FILES)
-"""Files of a model's directory that an export copies; `IN_FOLDERS` are the ones it copies from subfolders."""
+"""Files of a model's directory that an export copies. Files of `IN_FOLDERS` are also copied from subfolders."""
 IN_FOLDERS = ("*.py", "*.jinja")
 NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_config.json", "trainer_state.json")
 """Files that an export writes itself, and files of other weights."""
@@ -41,7 +41,7 @@ NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The tensors of a model's directory that the model reads, and those that an export copies unchanged.
+    """The tensors of a model's directory that the model reads, and tensors that an export copies unchanged.
 
     Attributes:
         path: the directory.
@@ -136,14 +136,14 @@ class Holding:
                 )
 
     def describe_export(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
-        """Describe all tensors of an export in the order of `complete`, given those of a weight source."""
+        """Describe all tensors of an export in the order of `complete`, given the tensors of a weight source."""
         for meta in parameters:
             yield meta
             yield from (replace(meta, name=twin) for twin in self.twins.get(meta.name, ()))
         yield from self.aside
 
     def complete(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of an export: those of a weight source, and those copied from the directory.
+        """Yield all tensors of an export: the tensors of a weight source, and tensors copied from the directory.
 
         Args:
             weights: the tensors of a weight source.

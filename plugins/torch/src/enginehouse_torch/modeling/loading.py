@@ -73,7 +73,8 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
 def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
     """Build a model in float32 without its weights; raise as `load_model` does.
 
-    Parameters are created within `empty`. If it is None, parameters and buffers are on the meta device.
+    Parameters are created within the context `empty`. If `empty` is None, parameters and buffers are on the meta
+    device.
     """
     from transformers import AutoModelForCausalLM
 

@@ -58,7 +58,7 @@ class TreeLayout:
             None if no tree has a shared prompt, so that plain causal attention and positions suffice.
         predictor: for each needed token, the flat input position whose output predicts it.
         needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
-        packed: tokens of each tree of the one sequence; None if each tree is a padded sequence.
+        packed: number of tokens of each tree, if all trees are in one sequence; None if each tree is a padded sequence.
         rows: for each tree, the length of its row and its number of tokens in the layout; None if a tree has several
             rows.
     """

@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def join(cls, context: ProcessContext, *, alone: bool = False) -> Ranks:
-        """Join the group of `context`, or use the one that another role of this process has joined.
+        """Join the group of `context`, or use the group that another role of this process has joined.
 
         Args:
             context: this process's place.

@@ -218,9 +218,10 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
     Args:
         logits: not changed.
         column: int64 `(tokens,)`, the column of each target.
-        stats: `(4, tokens)`, written: the largest logit; and after subtracting it from the logits, the sum of their
-            exponentials, the target's logit, and the sum weighted by the exponentials, which stays 0 without entropy.
-        with_entropy: True if the last of `stats` is computed.
+        stats: `(4, tokens)`, the output. Its first row has the largest logit, which is subtracted from all logits. The
+            other rows have the sum of the exponentials, the target's logit, and the sum of the logits weighted by their
+            exponentials.
+        with_entropy: False: the last row of `stats` stays 0.
     """
     lowest = torch.finfo(logits.dtype).min
     if not logits.shape[1]:
@@ -237,7 +238,7 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
 
 
 def _join_ranks(stats: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
-    """Combine the ranks' statistics into those of all columns; collective."""
+    """Combine the ranks' statistics into statistics of all columns; collective."""
     largest, total, chosen, weighted = stats
     own = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)

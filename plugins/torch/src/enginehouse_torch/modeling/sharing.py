@@ -51,7 +51,7 @@ def mask_cost(model: PreTrainedModel, attention: AttentionChoices, device: torch
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return the multiplications of one token attending to another, relative to those of a token's matrix products."""
+    """Return the multiplications for a token to attend to another, relative to those of a token's matrix products."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
