@@ -297,9 +297,9 @@ def test_a_checkpoint_that_does_not_belong_is_refused(tmp_path):
 
     assert "holds adapters: set the option lora" in refused(adapted, None)
     assert "holds a whole model and no adapters" in refused(whole, LORA)
-    assert "saved with lora.alpha 8; here it is 16" in refused(adapted, {**LORA, "alpha": 16})
+    assert "saved with lora.alpha 8, but this run has 16" in refused(adapted, {**LORA, "alpha": 16})
     assert "adapters of a base model with other names or shapes" in refused(adapted, LORA, tiny_model(layers=3))
-    assert "has shape (4, 32), here (2, 32)" in refused(adapted, {**LORA, "rank": 2})
+    assert "has shape (4, 32), but this engine's has (2, 32)" in refused(adapted, {**LORA, "rank": 2})
 
 
 def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):
@@ -315,9 +315,9 @@ def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):
 
     assert "has no linear layer 'q_prj'. Did you mean 'q_proj'?" in said({"targets": ["v_proj", "q_prj"]})
     assert "has no linear layer 'q_norm'" in said({"targets": ["q_norm"]})
-    assert "'lm_head' cannot have adapters: it is one with the embedding" in said({"targets": ["lm_head"]})
+    assert "'lm_head' cannot have adapters: it is tied to the embedding" in said({"targets": ["lm_head"]})
     assert "lora.rank is 33, but 'model.layers.0.self_attn.q_proj' has the shape (64, 32)" in said({"rank": 33})
-    assert "none was named" in said({"targets": []})
+    assert "lora.targets is empty" in said({"targets": []})
     assert "has no linear layer 'lm_head'" in said({"targets": ["lm_head"]}, tiny_model("qwen3", False), head="value")
 
 
@@ -344,7 +344,7 @@ def test_adapters_and_tensor_parallel_exclude_each_other_before_a_process_starts
 
 
 def test_an_adapter_is_exported_only_where_that_says_all():
-    for lora, head, says in ((None, "causal_lm", "lora is unset"), (LORA, "value", "cannot hold the value head")):
+    for lora, head, says in ((None, "causal_lm", "lora is unset"), (LORA, "value", "a value head needs a whole model")):
         engine = make_adapted(tiny_model(), lora=lora, head=head)
         try:
             with pytest.raises(EnginehouseError, match=says):

@@ -44,7 +44,7 @@ def test_a_model_whose_attention_cannot_be_split_is_refused(run_ranks, tmp_path)
     for said in run_ranks(4, refusal, tiny_model(), {"context_parallel": 4}):
         assert said == (
             "fsdp: context_parallel=4 does not divide the 2 key-value head(s) that each rank of Qwen3ForCausalLM has; "
-            "nearest that does: context_parallel=2"
+            "nearest divisor: context_parallel=2"
         )
     config = MistralConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,

@@ -51,7 +51,7 @@ def test_groups_of_parameters_have_the_learning_rates_that_they_have_in_one_proc
 
 def test_a_pattern_that_no_parameter_matches_is_an_error_at_the_start(run_ranks):
     said = run_ranks(1, refusal, tiny_model(), {"lr_groups": {"*.layers.*.qproj.*": 0.5}})
-    assert "lr_groups: no trained parameter is called '*.layers.*.qproj.*'" in said[0]
+    assert "lr_groups: no trained parameter matches '*.layers.*.qproj.*'" in said[0]
 
 
 def _half(rank, world_size, path):

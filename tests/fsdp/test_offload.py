@@ -134,7 +134,7 @@ def test_state_that_is_away_is_not_used(tmp_path):
         engine.onload((tag,))
         for call in calls:
             call()
-    with pytest.raises(EnginehouseError, match="nothing called 'weights' can be offloaded; there are params, grads"):
+    with pytest.raises(EnginehouseError, match="unknown tag 'weights': state is offloaded by the tags params, grads"):
         engine.offload(("weights",))
     engine.shutdown()
 

@@ -84,15 +84,15 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
     ("overrides", "said"),
     [
         ([f"{OPTIONS}.replicas=3"], "4 rank(s) cannot hold 3 replicas: replicas must divide the number of ranks"),
-        ([f"{OPTIONS}.tensor_parallel=3"], "nearest that does: tensor_parallel="),
-        ([f"{OPTIONS}.tensor_parallel=4"], "does not divide the model's 2 key-value heads; nearest that does: tensor_"),
+        ([f"{OPTIONS}.tensor_parallel=3"], "nearest divisor: tensor_parallel="),
+        ([f"{OPTIONS}.tensor_parallel=4"], "does not divide the model's 2 key-value heads; nearest divisor: tensor_"),
         (
             [f"{OPTIONS}.context_parallel=4"],
-            "does not divide the 2 key-value head(s) of a rank; nearest that does: co",
+            "does not divide the 2 key-value head(s) of a rank; nearest divisor: co",
         ),
         (
             [f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.context_parallel=2"],
-            "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest that does: context_",
+            "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest divisor: context_",
         ),
         ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica'. Did you mean 'replicas'?"),
         ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk'. Did you mean 'rank'?"),
@@ -165,7 +165,7 @@ def test_what_adapters_of_all_layers_leave_is_said(config):
     shutil.copytree(tiny_experts(), "model", dirs_exist_ok=True)
     said = planned(config, f"{OPTIONS}.lora.rank=2", *FITTING).notes
     (note,) = [one for one in said if "lora.targets" in one]
-    assert "all-linear leaves model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
+    assert "does not adapt model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
 
 
 def test_what_a_class_does_not_read_is_said_once(config):
@@ -189,13 +189,13 @@ FLASH = f"{OPTIONS}.attention=flash_attention_2"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.device=cpu", FLASH], "has kernels for cuda alone, and this run is on cpu; use attention=auto"),
-        (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels for cuda alone"),
+        (["cluster.device=cpu", FLASH], "has kernels only for cuda, but this run is on cpu; use attention=auto"),
+        (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels only for cuda"),
         (["cluster.device=cuda", "model.dtype=float32", FLASH], "has no kernels for float32; use model.dtype=bfloat16"),
         (["cluster.device=cuda", "model.dtype=bfloat16", FLASH], "needs flash-attn, which is not installed here"),
         (
             ["cluster.device=cuda", f"{OPTIONS}.attention=flex_attention", f"{OPTIONS}.context_parallel=2"],
-            "has no form for sequences that are split over ranks (context_parallel=2)",
+            "does not support sequences that are split over ranks (context_parallel=2)",
         ),
     ],
 )

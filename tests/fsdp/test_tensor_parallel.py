@@ -128,17 +128,17 @@ def test_what_does_not_divide_is_said_before_weights_are_read(run_ranks, tmp_pat
     said = run_ranks(4, refusal, broken, {"tensor_parallel": 4})
     assert set(said) == {
         "fsdp: tensor_parallel=4 does not divide num_key_value_heads of Qwen3ForCausalLM (2); "
-        "nearest that does: tensor_parallel=2"
+        "nearest divisor: tensor_parallel=2"
     }
     said = run_ranks(4, refusal, broken, {"tensor_parallel": 3})
     assert set(said) == {
-        "fsdp: tensor_parallel=3 does not divide the 4 rank(s) there are for it; nearest that does: tensor_parallel=4"
+        "fsdp: tensor_parallel=3 does not divide the 4 rank(s) that are left for it; nearest divisor: tensor_parallel=4"
     }
 
 
 def test_a_model_without_a_plan_is_refused(run_ranks, tmp_path):
     for said in run_ranks(2, refusal, _gpt2(tmp_path), {"tensor_parallel": 2}):
-        assert "GPT2LMHeadModel brings no tensor-parallel plan" in said
+        assert "GPT2LMHeadModel has no tensor-parallel plan" in said
         assert "use tensor_parallel=1" in said
 
 

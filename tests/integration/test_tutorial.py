@@ -132,5 +132,5 @@ def test_chapter_5_computes_with_megatron_what_the_whole_layers_compute(said):
     differences = re.findall(r"largest difference from (?:the|both) whole layers?: (\S+)", text)
     assert len(differences) == 3
     assert all(float(difference) < 1e-5 for difference in differences)
-    assert "has 1 entries for 2 data-parallel rank(s)" in text
+    assert "must have 2 entries, one for each data-parallel rank, not 1" in text
     assert "Warning" not in text, "Megatron-core is kept quiet"

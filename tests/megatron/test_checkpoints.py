@@ -86,7 +86,7 @@ def a_file_is_cut(saved: Path, to: Path) -> Path:
     ("make", "said"),
     [
         (nothing_there, r"holds no checkpoint of megatron \(no file metadata\.json\)$"),
-        (a_save_was_killed_replacing_it, r"rename '.*\.copy\.replaced', which is the one before"),
+        (a_save_was_killed_replacing_it, r"rename '.*\.copy\.replaced', which is the earlier one"),
         (not_finished, "incomplete"),
         (a_file_is_gone, "damaged: .*distcp"),
         (a_file_is_cut, "is damaged"),
@@ -108,7 +108,7 @@ def test_a_part_that_was_not_saved_is_named(saved):
 def test_a_checkpoint_of_another_model_says_what_differs(saved):
     with (
         engine_of(tiny_model(layers=3)) as engine,
-        pytest.raises(CheckpointError, match="another model: its num_hidden_layers is 2, here it is 3"),
+        pytest.raises(CheckpointError, match="another model: its num_hidden_layers is 2, but this model's is 3"),
     ):
         engine.load(str(saved), ("model",))
 

@@ -40,7 +40,7 @@ def test_every_rank_of_a_replica_gets_its_entry_and_one_of_the_last_stage_answer
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(["one"], "1 entries for 2 data-parallel"), ("two", r"a list with one entry for each of the 2 .*Same\(value\)")],
+    [(["one"], "must have 2 entries, .*, not 1"), ("two", r"a list with one entry for each of the 2 .*Same\(value\)")],
 )
 def test_an_argument_needs_an_entry_for_each_data_parallel_rank(value, said):
     mode = resolve_mode(CallSpec("megatron_compute"))

@@ -68,7 +68,7 @@ def test_a_layout_that_does_not_divide_the_model_names_the_nearest_that_does(con
     found = refusal(config, *overrides)
     option = overrides[-1].removeprefix(f"{OPTIONS}.").partition("=")[0]
     assert found.startswith("actor.engine.options, model.path: megatron: ")
-    assert f"{said}; nearest that does: {option}{nearest}" in found
+    assert f"{said}; nearest divisor: {option}{nearest}" in found
 
 
 def test_an_architecture_without_a_mapping_says_what_to_write_and_where(config, tmp_path):
@@ -147,7 +147,7 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("model", "overrides", "said"),
     [
-        ({}, (f"{OPTIONS}.expert_parallel=2",), "expert_parallel=2 shares out experts, and the model has none"),
+        ({}, (f"{OPTIONS}.expert_parallel=2",), "expert_parallel=2 needs experts, but the model has none"),
         (EXPERTS, (f"{OPTIONS}.expert_parallel=8",), "expert_parallel=8 does not divide the model's 4 experts"),
         (
             EXPERTS,

@@ -35,10 +35,10 @@ def changed(path: str, to: Path, **values) -> str:
 @pytest.mark.parametrize(
     ("processes", "options", "said"),
     [
-        (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest that does: .*=3"),
+        (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest divisor: .*=3"),
         (4, {"tensor_parallel": 2, "pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the 2 .*=2"),
         (3, {"context_parallel": 2}, "context_parallel=2 does not divide the 3"),
-        (2, {"virtual_stages": 2}, "virtual_stages=2 .* there is no pipeline"),
+        (2, {"virtual_stages": 2}, "virtual_stages=2 needs a pipeline"),
         (4, {"pipeline_parallel": 2, "expert_parallel": 4}, r"expert_parallel=4 does not divide the 2 .*stage.*=2"),
     ],
 )
@@ -142,7 +142,7 @@ def test_roles_that_share_processes_share_a_layout():
     engine = MegatronEngine()
     engine.setup(ModelSpec(path=tiny_model()), MegatronOptions(), ProcessContext("actor"))
     try:
-        with pytest.raises(ConfigError, match="one has pp1 x dp1 x cp1 x tp1, another pp1 x dp1 x cp1 x tp2"):
+        with pytest.raises(ConfigError, match="one has pp1 x dp1 x cp1 x tp1 and another pp1 x dp1 x cp1 x tp2"):
             parallel.join({"pp": 1, "dp": 1, "cp": 1, "tp": 2})
     finally:
         engine.shutdown()

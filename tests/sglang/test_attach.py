@@ -91,7 +91,7 @@ async def test_a_server_that_somebody_else_updates_is_noticed(server, path):
         state, drawn = await asyncio.gather(mine.weight_state(), greedy(mine), return_exceptions=True)
     assert isinstance(state, WeightSyncError)
     assert isinstance(drawn, EnginehouseError)
-    assert all("somebody else changes its weights" in str(one) for one in (state, drawn))
+    assert all("another client changes its weights" in str(one) for one in (state, drawn))
 
 
 async def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not(server, path):
@@ -118,7 +118,7 @@ async def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_
 
 async def test_a_server_of_somebody_else_is_not_put_to_sleep(server, path):
     async with attached(path, server.url) as engine:
-        with pytest.raises(EnginehouseError, match="cannot sleep: it ran already"):
+        with pytest.raises(EnginehouseError, match="cannot sleep: this run did not start it"):
             await engine.sleep()
 
 
@@ -145,7 +145,7 @@ def test_a_wrong_url_is_a_clear_error(path):
 
 
 def test_a_replica_without_a_url_is_a_clear_error(path):
-    with pytest.raises(ConfigError, match="there are 1 URLs, and none for replica 1"):
+    with pytest.raises(ConfigError, match="endpoint must have a URL for replica 1, but has only 1"):
         asyncio.run(launch(path, "http://127.0.0.1:1", replica=1))
 
 

@@ -57,7 +57,7 @@ def test_what_a_server_refuses_is_said_in_its_words(content, said):
     ("answer", "said"),
     [
         (b"", "closed without an answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "in the midst"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "before the answer was complete"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP server"),
     ],
 )

@@ -96,6 +96,6 @@ def test_the_processes_of_a_killed_worker_end(group):
 
 def test_an_argument_that_sglang_does_not_know_is_an_error_at_launch(replica, path):
     with replica() as group:
-        with pytest.raises(RemoteError, match=r"does not take an argument of `native`.*--no-such-thing") as refused:
+        with pytest.raises(RemoteError, match=r"rejects an argument of `native`.*--no-such-thing") as refused:
             group.call("launch", path, {"native": {"no_such_thing": 1}})
         assert isinstance(refused.value.cause, ConfigError)

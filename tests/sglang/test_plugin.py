@@ -110,12 +110,12 @@ def test_sglangs_context_has_room_for_what_it_keeps_to_itself():
     [
         ({"endpoint": ["localhost:30000"]}, "is not the URL of a server"),
         ({"endpoint": ["http://a:300000"]}, "is not the URL of a server"),
-        ({"endpoint": ["http://a:1"], "deterministic": False}, "deterministic is for starting a server"),
+        ({"endpoint": ["http://a:1"], "deterministic": False}, "deterministic is only for servers"),
         ({"native": {"schedule_policy:lpm": None}}, "is not the name of an argument"),
         ({"endpoint": ["http://a:1", "http://a:1/"]}, "two replicas cannot share a server"),
         ({"endpoint": ["http://a:1", "http://a:1"]}, "two replicas cannot share a server"),
-        ({"endpoint": ["http://a:1"], "tensor_parallel": 2}, "tensor_parallel is for starting a server"),
-        ({"endpoint": ["http://a:1"], "native": {"log_level": "info"}}, "native is for starting a server"),
+        ({"endpoint": ["http://a:1"], "tensor_parallel": 2}, "tensor_parallel is only for servers"),
+        ({"endpoint": ["http://a:1"], "native": {"log_level": "info"}}, "native is only for servers"),
     ],
 )
 def test_endpoints_that_cannot_be_meant_are_refused(options, said):
@@ -126,7 +126,7 @@ def test_endpoints_that_cannot_be_meant_are_refused(options, said):
 def test_there_is_one_url_for_each_replica():
     options = SGLangOptions(endpoint=["http://a:1", "http://a:2"])
     options.check(2)
-    with pytest.raises(ConfigError, match=r"2 URL\(s\) are given for 1 replica.*start 2 replicas"):
+    with pytest.raises(ConfigError, match=r"one URL for each replica, but has 2 for 1 replica.*start 2 replicas"):
         options.check(1)
 
 

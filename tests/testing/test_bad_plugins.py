@@ -393,7 +393,7 @@ def test_a_class_that_is_no_engine(bad: Bad):
 @pytest.mark.bad_plugin(
     what="names a function as its engine",
     listed="ok",
-    found="train 'acme': engine 'acme_parts:make_engine' is make_engine, a function, and no class",
+    found="train 'acme': engine 'acme_parts:make_engine' must be a class, but is make_engine, a function",
     cure="pip install --upgrade acme",
     asked="the engine of 'acme', acme_parts:make_engine, is no class",
 )

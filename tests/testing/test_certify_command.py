@@ -89,10 +89,10 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
     ("name", "kind", "said"),
     [
         ("json:JSONDecoder", "tracker", "is no Tracker: it lacks start, log, finish"),
-        ("json:dumps", "environment", "is dumps, a function, and no class"),
-        ("json:loads", "environment", "is loads, a function, and no class"),
+        ("json:dumps", "environment", "must be a class, but is dumps, a function"),
+        ("json:loads", "environment", "must be a class, but is loads, a function"),
         ("threading:Barrier.reset.__name__", "loss", "must be a function or a class, not str"),
-        ("threading:active_count", "loss", "takes (), and is given one argument"),
+        ("threading:active_count", "loss", "must take one argument, but takes ()"),
         ("grpoo", "loss", "(name your own code as module:attribute)"),
     ],
 )

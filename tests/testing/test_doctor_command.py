@@ -243,7 +243,7 @@ def test_functions_are_looked_for_and_have_to_take_what_they_are_given(doctor, d
     found = {one["what"]: one["where"].rpartition("/")[2] for one in plugin(doctor)["findings"]}
     module = distributions.modules[-1]
     assert found == {
-        "loss 'idle': function 'acme_parts:loss' takes (), and is given one argument": "acme_parts.py:2",
+        "loss 'idle': function 'acme_parts:loss' must take one argument, but takes ()": "acme_parts.py:2",
         "loss 'gone': function: module 'acme_parts' has no 'losses' (asked for by 'acme_parts:losses'). Did you mean "
         "'loss'? Available: advantage, loss, not_a_function": f"{module}.py:4",
         "advantage 'three': function 'acme_parts:not_a_function' is 3, which cannot be called": f"{module}.py:9",

@@ -108,7 +108,7 @@ def test_a_shape_that_the_config_does_not_give_is_refused_before_the_start(tmp_p
     """As after `resize_token_embeddings`, with the config of before."""
     longer = {name: torch.ones(100, 32)}
     source = rewritten(copied(tmp_path / "model"), lambda weights: weights.update(longer))
-    with pytest.raises(ModelError, match=rf"{name} has the shape \(100, 32\), and the config makes it"):
+    with pytest.raises(ModelError, match=rf"{name} has the shape \(100, 32\), but the config requires"):
         examine(ModelSpec(str(source)))
 
 

@@ -73,7 +73,7 @@ async def test_once_the_trainer_has_ended_the_loan_nothing_is_drawn_or_scored_un
         await update(engine, lent, 1, loan)
         loan.end()
         for sampling in ({"max_tokens": 4}, {"max_tokens": 0, "prompt_logprobs": True}):
-            with pytest.raises(LoanOver, match="a weight update has to bring them"):
+            with pytest.raises(LoanOver, match="it needs a weight update first"):
                 await generate(engine, PROMPT, **sampling)
         assert (await engine.weight_state()).version is None
         await update(engine, lent, 2, Loan())

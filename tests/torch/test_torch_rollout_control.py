@@ -218,7 +218,7 @@ async def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
         with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are in progress"):
             await engine.sleep()
         await drawn
-        with pytest.raises(EnginehouseError, match="nothing called 'graphs' sleeps or wakes; there are weights"):
+        with pytest.raises(EnginehouseError, match="unknown tag 'graphs': an engine sleeps"):
             await engine.sleep(("graphs",))
         (result,) = await generate(engine, PROMPT, max_tokens=1)
     assert len(result.completions) == 1
@@ -236,7 +236,7 @@ async def test_a_request_that_was_not_begun_when_the_engine_fell_asleep_is_refus
         drawn = await posted(generate(engine, PROMPT, stop=("x",), **LONG))
         await engine.sleep()
         loaded.set()
-        with pytest.raises(EnginehouseError, match="cannot draw while its weights and kv_cache sleep"):
+        with pytest.raises(EnginehouseError, match="cannot generate while its weights and kv_cache sleep"):
             await drawn
 
 

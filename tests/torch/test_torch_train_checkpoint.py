@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         engine.load(str(tmp_path / "wide"), ("model",))
     make_engine(tiny_model(layers=1)).save(str(tmp_path / "shallow"), ("model",))
     with pytest.raises(
-        CheckpointError, match=r"lacks 'model\.model\.layers\.1.*the nearest it has is 'model\.model\.layers\.0"
+        CheckpointError, match=r"lacks 'model\.model\.layers\.1.*nearest name: 'model\.model\.layers\.0"
     ):
         engine.load(str(tmp_path / "shallow"), ("model",))
     assert _equal(weights_of(engine), before)
@@ -176,7 +176,7 @@ def test_a_process_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, when):
         run(1, _save_and_die, tiny_model(), str(latest), when)
     engine = make_engine(tiny_model(), **OPTIONS)
     if step is None:
-        with pytest.raises(CheckpointError, match=r"rename '.*\.latest\.replaced', which is the one before"):
+        with pytest.raises(CheckpointError, match=r"rename '.*\.latest\.replaced', which is the earlier one"):
             engine.load(str(latest))
         (tmp_path / ".latest.replaced").rename(latest)
     engine.load(str(latest))
@@ -245,7 +245,7 @@ SETS_STATE = {
 def test_a_metadata_file_changes_nothing_but_what_it_makes(tmp_path, state):
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + SETS_STATE[state])
     try:
-        with pytest.raises(CheckpointError, match=r"damaged \.metadata: it sets the state of"):
+        with pytest.raises(CheckpointError, match=r"damaged \.metadata: it changes the state of"):
             make_engine(tiny_model(), **OPTIONS).load(str(tmp_path))
         assert not [one for one in (Path, _get_layout, _MEM_FORMAT_ENCODING(0)) if hasattr(one, "evil")]
     finally:
@@ -260,10 +260,10 @@ DAMAGES = {
     r"the file __0_0\.distcp is missing": lambda checkpoint: next(checkpoint.glob("*.distcp")).unlink(),
     "is damaged: __0_0.distcp has": _truncate,
     r"is damaged: (rank 0: )?.*partly old": _blank,
-    "a file holds bytes that are no tensor.*partly old": _no_tensors,
+    "a file holds bytes that are not a tensor.*partly old": _no_tensors,
     "has a damaged .metadata": lambda checkpoint: os.truncate(checkpoint / ".metadata", 200),
-    "BytesStorageMetadata, which no checkpoint consists of": _as_bytes,
-    "mkdir, which no checkpoint consists of": lambda checkpoint: (checkpoint / ".metadata").write_bytes(
+    "BytesStorageMetadata, which no checkpoint needs": _as_bytes,
+    "mkdir, which no checkpoint needs": lambda checkpoint: (checkpoint / ".metadata").write_bytes(
         pickle.dumps(_Runs())
     ),
 }
@@ -412,7 +412,7 @@ def test_a_value_head_of_earlier_versions_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        ({"score.weight": torch.zeros(3, 32)}, r"score.weight has the shape \(3, 32\), one row a label"),
+        ({"score.weight": torch.zeros(3, 32)}, r"score.weight has the shape \(3, 32\), one row for each label"),
         ({"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)}, "it has score.bias"),
         ({"classifier.dense.weight": torch.zeros(32, 32)}, "is a Qwen3ForSequenceClassification with classifier.dense"),
         ({}, "with no such weight in its safetensors files"),

@@ -131,7 +131,7 @@ def test_training_with_groups_goes_on_from_a_checkpoint_without_them_and_back(tm
 @pytest.mark.parametrize("pattern", ["model.layers.7.*", "lm_head.*", "norm"])
 def test_a_pattern_that_no_parameter_matches_is_an_error_at_the_start(pattern):
     with pytest.raises(
-        ConfigError, match=rf"lr_groups: no trained parameter is called '{re.escape(pattern)}'\. .*Available"
+        ConfigError, match=rf"lr_groups: no trained parameter matches '{re.escape(pattern)}'\. .*Available"
     ):
         make_engine(tiny_model("qwen3", tied=True), lr_groups={"model.norm.weight": 2.0, pattern: 0.1})
 

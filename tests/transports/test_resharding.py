@@ -165,10 +165,10 @@ P = ParamMeta("p", "float32", (4, 4), (0, 1), (2,), ("S0",))
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"owners": (0, 2)}, "are not different ranks of 2"),
-        ({"owners": (1, 1)}, "are not different ranks of 2"),
-        ({"mesh_shape": (3,)}, "another size than its 2 owners"),
-        ({"owners": ()}, "another size than its 0 owners"),
+        ({"owners": (0, 2)}, "must be distinct ranks below 2"),
+        ({"owners": (1, 1)}, "must be distinct ranks below 2"),
+        ({"mesh_shape": (3,)}, "must have 3 owners, not 2"),
+        ({"owners": ()}, "must have 2 owners, not 0"),
         ({"placements": ("S2",)}, "do not fit"),
         ({"placements": ()}, "do not fit"),
         ({"placements": ("P",)}, "do not fit"),
@@ -181,7 +181,7 @@ def test_metadata_that_contradict_themselves_are_refused_with_the_parameters_nam
 
 
 def test_two_sides_with_other_parameters_are_refused():
-    with pytest.raises(WeightSyncError, match="one side has 1 parameters, the other 0"):
+    with pytest.raises(WeightSyncError, match="the senders have 1 and the receivers 0"):
         plan_reshard([P], [], 2, 2)
     for other in (replace(P, name="q"), replace(P, shape=(4, 5)), replace(P, dtype="float16")):
         with pytest.raises(WeightSyncError, match="parameter 0 is 'p'"):

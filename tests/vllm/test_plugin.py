@@ -160,5 +160,5 @@ def test_a_cut_distribution_without_exact_logprobs_is_refused_before_the_first_r
     if refused is None:
         plan(config, found, path)
         return
-    with pytest.raises(ConfigError, match=rf"{refused}: top_p is .*algorithm\.old_logprobs=actor"):
+    with pytest.raises(ConfigError, match=rf"{refused}: with top_p=.*algorithm\.old_logprobs=actor"):
         plan(config, found, path)

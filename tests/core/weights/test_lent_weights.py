@@ -39,7 +39,7 @@ def test_nothing_is_drawn_from_the_time_the_actor_changes_its_weights_until_they
         else:
             house.actor.offload()
             house.actor.onload()
-        with pytest.raises(Exception, match="a weight update has to bring them") as error:
+        with pytest.raises(Exception, match="it needs a weight update first") as error:
             house.rollout.generate(PROMPTS, GREEDY)
         assert isinstance(getattr(error.value, "cause", error.value), LoanOver)
         sync.publish(2)

@@ -179,7 +179,7 @@ def test_what_was_begun_and_is_of_no_use_is_sent_anew(separate, segments, monkey
 def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
     separate.transport, transport = "inproc", separate.transport
     try:
-        with pytest.raises(WeightSyncError, match=r"needs rollout replica \d in the process of training rank"):
+        with pytest.raises(WeightSyncError, match=r"needs rollout replica \d and training rank \d in one process"):
             separate.connect()
     finally:
         separate.transport = transport

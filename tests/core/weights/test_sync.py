@@ -173,7 +173,7 @@ def test_what_waited_inside_an_engine_is_not_answered_from_weights_that_were_nev
         pending = house.rollout.call("generate", PROMPTS, GREEDY, blocking=False)
         house.rollout.holds_one()
         house.train()
-        with pytest.raises(WeightSyncError, match="computes with something else"):
+        with pytest.raises(WeightSyncError, match="does not compute with them"):
             house.connect(effect_tolerance=1e-12).publish(1)
         with pytest.raises(StillRunning):
             pending.result(0.5)
@@ -201,7 +201,7 @@ def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, ca
 def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_the_effect_check():
     with open_house("inproc", rollout=faults.StaleRolloutWorker) as house:
         house.train()
-        with pytest.raises(WeightSyncError, match=r"computes with something else.* [0-9.]+ nats"):
+        with pytest.raises(WeightSyncError, match=r"does not compute with them.* [0-9.]+ nats"):
             house.connect().publish(1)
         check_that_nothing_is_answered(house)
 

@@ -63,9 +63,9 @@ def test_a_score_at_another_token_is_refused(tmp_path: Path):
 def test_what_is_too_large_or_cannot_be_loaded_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _, workers, spec = trained("causal_lm", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert compare_export(tmp_path, workers, spec).startswith("transformers does not load it here (OSError: ")
+    assert compare_export(tmp_path, workers, spec).startswith("transformers cannot load it here (OSError: ")
     monkeypatch.setattr("enginehouse.roles.file_scores.MOST_BYTES", -1)
-    assert compare_export(tmp_path, workers, spec) == "it would take 0.0 GiB once more"
+    assert compare_export(tmp_path, workers, spec) == "loading it in transformers would take 0.0 GiB"
 
 
 @pytest.mark.parametrize(

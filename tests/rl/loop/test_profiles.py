@@ -110,7 +110,7 @@ def test_a_profiler_of_somebody_elses_is_left_alone(tmp_path: Path, caplog: pyte
         Profiles([1], here).step(1, roles(Group())),
     ):
         torch.zeros(1)
-    assert "step 1: no profile of actor, rollout rank 0: somebody else's profiler runs in its process" in caplog.text
+    assert "step 1: no profile of actor, rollout rank 0: another profiler already runs in its process" in caplog.text
     assert any(event.key == "aten::zeros" for event in theirs.key_averages())
 
 

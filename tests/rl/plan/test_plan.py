@@ -78,7 +78,7 @@ def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
     for override, why in {
         "actor.processes=2": "rollout.replicas is 1, actor.processes 2",
         "rollout.placement=separate": "set by rollout.placement",
-        f"rollout.engine.runtime={sys.executable}": "its environment is not the actor's",
+        f"rollout.engine.runtime={sys.executable}": "it runs in another Python environment than the actor",
     }.items():
         planned = make(override)
         assert planned.roles["rollout"].shares is None
@@ -249,8 +249,8 @@ def test_a_model_that_lacks_a_shard_is_refused(make: Callable[..., Plan], projec
 @pytest.mark.parametrize(
     ("content", "cure"),
     [
-        (NO_WEIGHTS[:-1], "): fetch it again"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n", "`git lfs pull` fetches them"),
+        (NO_WEIGHTS[:-1], "): download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n", "`git lfs pull` downloads"),
     ],
     ids=["cut short", "a pointer"],
 )
@@ -258,7 +258,7 @@ def test_a_damaged_file_of_weights_is_refused(make: Callable[..., Plan], project
     (project.root / "model" / "model.safetensors").write_bytes(content)
     said = refusal(make, kind=ModelError)
     assert "model.path: " in said
-    assert "model.safetensors is no whole safetensors file (" in said
+    assert "model.safetensors is not a complete safetensors file (" in said
     assert cure in said
 
 

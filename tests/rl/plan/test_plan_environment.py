@@ -161,7 +161,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
         ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, but must be: its result"),
         ("games:Small", "'games:Small' is no Environment: run: it takes (self, task), and cannot be called as"),
-        ("games:run", "'games:run' is run, a function, and no class"),
+        ("games:run", "'games:run' must be a class, but is run, a function"),
         (
             "games:Game, arguments: {round: 3}",
             "does not take 'round' (of environment.arguments). Did you mean 'rounds'?",

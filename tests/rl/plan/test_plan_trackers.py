@@ -61,7 +61,7 @@ def _tracking(project: Project):
         ("[{name: 'tracking:Kept', arguments: {path: a, mode: al}}]", "expected one of 'all' or 'some'"),
         ("[{name: 'tracking:Kept', arguments: {path: a, every: often}}]", "expected a whole number"),
         ("[{name: 'tracking:Kep'}]", "Did you mean 'Kept'?"),
-        ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' is kept, a function, and no class"),
+        ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' must be a class, but is kept, a function"),
         ("[{name: 'tracking:Half'}]", "'tracking:Half' is no Tracker: it lacks log, finish"),
         ("[{name: 'tracking:Short'}]", "'tracking:Short' is no Tracker: log: it takes (self, step), and cannot be"),
         ("[{name: wandb}, {name: wandb}]", "run.trackers[1].name: 'wandb' is listed twice"),

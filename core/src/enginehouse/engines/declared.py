@@ -70,7 +70,7 @@ def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
     environment, and such a function is reported elsewhere.
 
     Args:
-        declared_at: place where it was declared.
+        declared_at: place where the record was declared.
     """
     what = f"{record.kind} {record.name!r}"
     field, _ = PROTOCOLS.get(type(record), ("", object))
@@ -95,7 +95,7 @@ def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
             for deviation in _find_options_faults(target, record):
                 yield Fault(f"{what}: {name} {reference!r} {deviation}", place)
         elif not _accepts(target, GIVEN.get(type(record), 0)):
-            takes = f"takes {inspect.signature(target)}, and is given one argument"
+            takes = f"must take one argument, but takes {inspect.signature(target)}"
             yield Fault(f"{what}: {name} {reference!r} {takes}", place)
 
 
@@ -110,7 +110,7 @@ def protocols_of(record: Record) -> list[type]:
 def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str]:
     """Yield the deviations of a class from its protocols, as text that follows the name of the class."""
     if not isinstance(target, type):
-        yield f"is {getattr(target, '__qualname__', repr(target))}, a {type(target).__name__}, and no class"
+        yield f"must be a class, but is {getattr(target, '__qualname__', repr(target))}, a {type(target).__name__}"
         return
     capabilities = {protocol: capability for capability, protocol in OFFERED.items()}
     for protocol in protocols:

@@ -117,7 +117,7 @@ class EpisodeContext(Protocol):
     most_tokens: int | None
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """Return the configured reward of each row, which gets the row's values by name. See docs/rewards.md.
+        """Return the configured reward of each row. The reward gets the row's values by name; see docs/rewards.md.
 
         Raises:
             RewardError: if there is no score and the run must end.
@@ -127,8 +127,9 @@ class EpisodeContext(Protocol):
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
         """Play `samples` episodes separately and concurrently. A failed episode does not end the others.
 
-        Each episode may take `rollout.episode_seconds`. `rollout.on_failure` decides about a failed one. With `mask` it
-        is replaced by its prompt, with no token chosen and a reward of 0 that counts in the group.
+        Each episode may take `rollout.episode_seconds`. `rollout.on_failure` decides about a failed episode. With
+        `mask` the failed episode is replaced by its prompt, with no token chosen and a reward of 0 that counts in the
+        group.
 
         Args:
             play: makes one episode from its number and a policy. The policy's seeds depend on that number and on how
@@ -149,7 +150,7 @@ class Segment:
 
     Attributes:
         tokens: as in `Episode`, like all other fields.
-        mask: True for a token in one row only, if several rows begin with the same tokens.
+        mask: as in `Episode`. If several rows begin with the same tokens, a token may be True in only one of the rows.
         logprobs: 0 where `mask` is False.
         versions: meaningless where `mask` is False.
         prompt: the question as text, for display.
@@ -221,7 +222,7 @@ class Group:
 
 
 class Environment(Protocol):
-    """Makes the episodes of a task, which are compared with each other. Any number of calls run at once.
+    """Makes the episodes of a task, which are compared with each other. Any number of calls of `run` run at once.
 
     A process makes one object, `Class(**environment.arguments)`, for training and validation. The class may have:
 

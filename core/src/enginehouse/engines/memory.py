@@ -35,7 +35,7 @@ class ModelShape:
         block_parameters: parameters of one block.
         norms_queries: True if the queries and keys of each head are normalised.
         tied: True if the head shares the embedding's weight.
-        exact: True if the model is of a kind that has no other parameters.
+        exact: True if models of this kind have no parameters that these sizes leave out.
     """
 
     layers: int
@@ -153,13 +153,13 @@ class MemoryDemand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Bytes of each rank by purpose, in words: `{"weights": ...}`.
+    """Bytes of each rank by purpose, such as `{"weights": ...}`.
 
     Attributes:
         held: bytes kept between calls, while awake or not offloaded. `"weights"` stay during a weight update too.
         working: maximum number of additional bytes while the engine computes.
         updating: additional bytes beside the weights during a weight update.
-        asleep: bytes on a GPU while other roles take their turn on it, without the bytes that any process takes.
+        asleep: bytes on a GPU while other roles take their turn on it, without `PROCESS_BYTES`.
         host: bytes on the host of a GPU, at all times.
         limit: maximum of `held` and `working` that the engine enforces; None if unlimited.
         note: a remark on a number, such as the tokens that a cache holds.
@@ -192,7 +192,7 @@ def server_memory(
         demand: the work that the engine will do.
         split: number of processes that the model is split over.
         running: maximum number of completions at once.
-        share: fraction of a GPU's memory.
+        share: fraction of a GPU's memory that the engine fills.
         cache_mib: MiB of keys and values on each GPU, instead of the rest of the share.
         cpu_cache_mib: MiB of keys and values on a CPU.
         process: `PROCESS_BYTES` if the engine counts them in its share, else 0.

@@ -39,11 +39,11 @@ class Mesh:
         """Build the mesh of `rank` from axis sizes, outermost first.
 
         Raises:
-            ValueError: if a size is not positive, or `rank` lies outside the mesh.
+            ValueError: if a size is not positive, or `rank` is out of range.
         """
         world_size = math.prod(sizes.values())
         if any(size < 1 for size in sizes.values()) or not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} does not lie on a mesh of {dict(sizes)} ({world_size} ranks)")
+            raise ValueError(f"rank {rank} is out of range: a mesh of {dict(sizes)} has {world_size} ranks")
         coordinates = []
         for size in reversed(list(sizes.values())):
             rank, coordinate = divmod(rank, size)

@@ -10,7 +10,7 @@ Device = Literal["cpu", "cuda"]
 """A torch device type."""
 
 NO_FLOAT16 = (
-    "no engine trains in float16: gradients of a loss that sums over tokens go beyond it, and no loss is scaled; use "
+    "no engine trains in float16: the gradients of a sum over tokens overflow, because no engine scales the loss; use "
     "bfloat16"
 )
 """Reason why a training engine rejects `ModelSpec.dtype="float16"`."""
@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
 """Glob patterns of tokenizer files. A model directory with a match has a tokenizer."""
 
 STRETCHING = ("yarn", "linear", "dynamic")
-"""Types of RoPE scaling whose factor `max_position_embeddings` may leave out."""
+"""Types of RoPE scaling whose factor `max_position_embeddings` may not include."""
 
 LONGROPE = ("longrope", "su")
 """Names of the RoPE scaling with separate frequencies for short rows and long rows."""
@@ -41,7 +41,7 @@ def served_positions(model: Mapping[str, Any]) -> int | None:
 
     This is `positions`, except for RoPE types whose frequencies change once a row exceeds the original length. There a
     token's logprob depends on the final length of its row, and runtimes choose the frequencies differently: vLLM uses
-    the longest row that it is started for, and for `longrope` it accepts no longer row.
+    the longest row that it is started for, and for `longrope` it rejects rows beyond the original length.
     """
     text, scaling = _text_and_scaling(model)
     number = positions(model)
@@ -69,7 +69,8 @@ def _rope_type(scaling: Mapping[str, Any]) -> Any:
 
 
 def end_ids(*configured: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return the end-of-sequence token ids of the first argument that is not None. Pass the generation config first."""
+    """Return the first argument that is not None, as a tuple of end-of-sequence token ids. Pass the token ids of the
+    generation config first."""
     for ends in configured:
         if ends is not None:
             return (ends,) if isinstance(ends, int) else tuple(ends)
@@ -106,14 +107,14 @@ class ProcessContext:
         role: name of the role for messages, such as `"actor"` or `"rollout"`.
         rank: number of this process in its group, in `range(world_size)`.
         world_size: number of processes in the group.
-        local_rank: number of this process among those of its group on the same node.
-        node: address of the node for other nodes.
+        local_rank: number of this process among the processes of its group on the same node.
+        node: address at which other nodes reach this node.
         device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
             or the only visible one.
         seed: base seed of the run. An engine derives its own seed from this seed and its rank.
         takes_turns: True if other processes take turns on the same devices. An engine that needs a special start to be
             able to `sleep` must use it.
-        labels: other facts from the launcher. `"replica"` is the number of a rollout replica in the run.
+        labels: further values from the launcher. `"replica"` is the number of a rollout replica in the run.
     """
 
     role: str

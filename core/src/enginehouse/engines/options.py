@@ -26,22 +26,22 @@ __all__ = [
 
 
 def check_divides(option: str, wanted: int, count: int, what: str) -> None:
-    """Check that the option of a layout divides a number.
+    """Check that the value of a layout option divides a number.
 
     Args:
-        option: the option's name after the engine's, such as `"fsdp: tensor_parallel"`.
+        option: names of the engine and the option, such as `"fsdp: tensor_parallel"`.
         wanted: value of the option, at least 1.
         count: the number to divide.
-        what: `count` in words.
+        what: description of `count` for the message.
 
     Raises:
-        ConfigError: if it does not. The message names the nearest divisor; of two, the larger.
+        ConfigError: if `wanted` does not divide `count`. The message names the nearest divisor; of two, the larger.
     """
     if count % wanted:
         divisors = [n for n in range(1, count + 1) if count % n == 0]
         nearest = min(divisors, key=lambda n: (abs(n - wanted), -n))
         raise ConfigError(
-            f"{option}={wanted} does not divide {what}; nearest that does: {option.rpartition(' ')[2]}={nearest}"
+            f"{option}={wanted} does not divide {what}; nearest divisor: {option.rpartition(' ')[2]}={nearest}"
         )
 
 
@@ -49,14 +49,15 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
     """Check that a user sets no engine argument that the backend sets.
 
     Args:
-        ours: the backend's arguments, with underscores, and the setting that decides each.
+        ours: arguments that the backend sets, with underscores, each with the setting to use instead, or the reason why
+            there is none.
 
     Raises:
-        ValueError: if an argument belongs to the backend.
+        ValueError: if the backend sets an argument of `native`.
     """
     for name in native:
-        if decides := ours.get(name.replace("-", "_")):
-            raise ValueError(f"{name!r} is set by the {backend} backend; what decides it is {decides}")
+        if instead := ours.get(name.replace("-", "_")):
+            raise ValueError(f"{name!r} is set by the {backend} backend: {instead}")
 
 
 class EngineOptions(BaseModel):
@@ -258,6 +259,6 @@ class SplitRolloutOptions(RolloutOptions):
         return 0 if self.servers() else self.tensor_parallel
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check that the processes of a replica divide the attention heads, as in `EngineOptions.check_model`."""
+        """Check that the number of a replica's processes divides the number of attention heads; see `EngineOptions`."""
         if heads := config.get("num_attention_heads"):
             check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")

@@ -18,12 +18,12 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: i
         raise EnginehouseError(f"{where} has an empty prompt; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         odd = min(prompt) if min(prompt) < 0 else max(prompt)
-        raise EnginehouseError(f"{where} holds token id {odd}; the model's vocabulary is 0 to {vocabulary - 1}")
+        raise EnginehouseError(f"{where} has token id {odd}, but the model's vocabulary is 0 to {vocabulary - 1}")
     if max_model_tokens is not None and len(prompt) + sampling.max_tokens > max_model_tokens:
         raise EnginehouseError(
             f"{where} has a prompt of {len(prompt)} tokens and asks for {sampling.max_tokens} more, together "
-            f"{len(prompt) + sampling.max_tokens}; the model takes {max_model_tokens}. "
-            "Shorten the prompt, lower max_tokens, or raise max_model_tokens where the model has more positions."
+            f"{len(prompt) + sampling.max_tokens}, but the model takes {max_model_tokens} at most. "
+            "Shorten the prompt, lower max_tokens, or raise max_model_tokens if the model has more positions."
         )
     for name, value, valid, needs in (
         ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more"),

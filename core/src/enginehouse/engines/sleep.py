@@ -20,7 +20,7 @@ def sleeping(tags: tuple[str, ...]) -> frozenset[str]:
     """
     if unknown := sorted(set(tags) - {*PARTS, "*"}):
         raise EnginehouseError(
-            f"nothing called {unknown[0]!r} sleeps or wakes; there are {' and '.join(PARTS)}, or '*'"
+            f"unknown tag {unknown[0]!r}: an engine sleeps and wakes by the tags {', '.join(PARTS)} and '*'"
         )
     return frozenset(PARTS) if "*" in tags else frozenset(tags)
 
@@ -33,13 +33,13 @@ def check_awake(asleep: Set[str], has_no_weights: bool) -> None:
         has_no_weights: True if the weights slept and no update has brought any since.
 
     Raises:
-        EnginehouseError: if it cannot.
+        EnginehouseError: if a part sleeps, or the engine has no weights.
     """
     if asleep:
         named = " and ".join(part for part in PARTS if part in asleep)
-        raise EnginehouseError(f"the engine cannot draw while its {named} sleep: call wake_up first")
+        raise EnginehouseError(f"the engine cannot generate while its {named} sleep: call wake_up first")
     if has_no_weights:
-        raise EnginehouseError("the engine has no weights since it slept: a weight update has to bring them first")
+        raise EnginehouseError("the engine has no weights since it slept: it needs a weight update first")
 
 
 def check_weights_awake(asleep: Set[str]) -> None:
@@ -49,4 +49,4 @@ def check_weights_awake(asleep: Set[str]) -> None:
         WeightSyncError: if its weights sleep.
     """
     if "weights" in asleep:
-        raise WeightSyncError("a weight update cannot be taken while the weights sleep: call wake_up first")
+        raise WeightSyncError("the engine cannot take a weight update while its weights sleep: call wake_up first")

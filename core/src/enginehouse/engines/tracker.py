@@ -24,7 +24,7 @@ class RunFacts:
         directory: absolute path of the run directory. A tracker may keep files there, in a folder with the tracker's
             name, which a resumed run finds again.
         config: the whole config as plain data, defaults included. `"${NAME}"` is not replaced by its variable. Known
-            forms of secrets are rejected earlier, but a secret of an unknown name and form is still in it.
+            forms of secrets are rejected earlier, but a secret of an unknown name and form is still in the config.
         resumed_after: the step from which the run resumes; 0 for a new run. If a killed process logged later steps
             already, they are logged again.
         versions: versions of the packages that the run uses, by distribution.

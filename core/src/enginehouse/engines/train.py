@@ -40,7 +40,7 @@ class Outputs:
     """The per-token outputs of a forward pass. Each is a ragged float32 column named like the field.
 
     Attributes:
-        logprobs: log-probability of each token given those before it, in nats.
+        logprobs: log-probability of each token given the tokens before it, in nats.
         entropy: entropy, in nats, of the distribution that each token was sampled from.
         values: value of the state that each token was sampled from: the output of the value head at the token before it
             (engines with `ModelSpec.head == "value"`).
@@ -117,7 +117,7 @@ class Max:
     value: float
 
     def __add__(self, other: Max) -> Max:
-        """Return the larger one, or NaN if either is NaN."""
+        """Return the larger of the two maxima, or NaN if one of them is NaN."""
         return self if math.isnan(self.value) or self.value > other.value else other
 
 
@@ -263,7 +263,7 @@ class OffloadsState(Protocol):
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
         """Move `"params"`, `"grads"` and `"optimizer"` away. Their accelerator memory is free when this returns.
 
-        A method that needs, saves or loads an offloaded part raises.
+        A method that needs, saves or loads an offloaded part raises an error.
         """
         ...
 

@@ -51,7 +51,7 @@ class Transcript:
             ValueError: if the policy has not chosen a token yet.
         """
         if True not in self._mask:
-            raise ValueError("no token was chosen that a reward could be given to")
+            raise ValueError("cannot add a reward: no token was chosen yet")
         last = len(self._mask) - 1 - self._mask[::-1].index(True)
         self._rewards[last] = self._rewards.get(last, 0.0) + reward
 

@@ -60,8 +60,8 @@ class LoanOver(WeightSyncError):
 class ParamMeta:
     """One parameter as one side of an update holds it.
 
-    `owners` are on the mesh in row-major order. The axes split the parameter one after another. An axis of size k
-    splits n indices, those that earlier axes left of a dimension, into blocks of ceil(n / k). The last blocks may be
+    `owners` are on the mesh in row-major order. The axes split the parameter one after another. If earlier axes have
+    left n indices of a dimension, an axis of size k splits them into blocks of ceil(n / k). The last blocks may be
     smaller or empty, as with `torch.chunk`. `enginehouse.weights.parts.held_by` implements this rule.
 
     Attributes:
@@ -181,12 +181,12 @@ class Loan:
         """Check that the tensors have not changed since they were lent.
 
         Raises:
-            LoanOver: if they may have.
+            LoanOver: if they may have changed.
         """
         if self.is_over:
             raise LoanOver(
-                "the trainer changes the weights that it has lent to this replica: a weight update has to bring them "
-                "before anything is computed with them"
+                "the trainer changes the weights that it has lent to this replica, so the replica cannot compute: it "
+                "needs a weight update first"
             )
 
     def end(self) -> None:
@@ -197,14 +197,14 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Some parameters of an update, whole or, if the receiver requested parts, its parts of them.
+    """Some parameters of an update: whole parameters, or parts of them if the receiver requested parts.
 
     Attributes:
         tensors: pairs of name and tensor. A tensor may be a view of a transport's buffer.
         checksums: `checksum` of each tensor as it arrived, if it was computed already; else empty.
         memory: the memory of the tensors, if other processes of this host can map it. An engine that holds the memory
-            need not copy; any other must copy before it requests the next chunk. Chunks of an update that lie in the
-            same memory share one object.
+            need not copy; any other engine must copy before it requests the next chunk. Chunks of an update that are
+            stored in the same memory share one object.
         parts: for each parameter that came in parts, pairs of name and view. The sender returns the checksum of the
             part under that name.
         loan: present if the tensors are the trainer's own, which stay unchanged until the loan is over. An engine may
@@ -224,7 +224,8 @@ class ArrivedSums:
 
     Attributes:
         parameters: `checksum` of each parameter by name.
-        sent: `checksum` of each part by the name under which the senders return theirs. A whole parameter is one part.
+        sent: `checksum` of each part by the name under which the senders return the part's checksum. A whole parameter
+            is one part.
     """
 
     parameters: Mapping[str, str]
@@ -268,13 +269,13 @@ class TransferPlan:
         buckets: indices of the parameters in each bucket, in sending order.
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
-        session: name of the connection, unique in a run, and the secret by which its ends recognise each other.
+        session: name of the connection, unique in a run, and the secret by which its sides recognise each other.
         senders: number of training ranks.
         targets: `parameters` as the receivers shall hold them, with receiver numbers as `owners`. Empty: each receiver
             holds all of them whole.
         bytes_moved: bytes that an update sends to all receivers together; None if unknown.
         bytes_minimum: least possible `bytes_moved`, if no two receivers share memory; None if unknown.
-        addresses: `host:port` of each training rank, to which receivers connect; empty if they do not
+        addresses: `host:port` of each training rank, to which receivers connect; empty if receivers do not connect
             (`ListeningSession`).
         host: address at which a sender listens: loopback if all processes are on one host.
         lends: True if the trainer may lend its tensors (`LendingSession`), because no replica generates while it
@@ -306,7 +307,7 @@ class TransferPlan:
 
 @runtime_checkable
 class TransportSession(Protocol):
-    """One end of a connection, kept over many updates."""
+    """One side of a connection, kept over many updates."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
@@ -333,8 +334,8 @@ class TransportSession(Protocol):
         ...
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Yield the chunks of `version` up to the sender's end. A chunk is valid until the next, or while its memory is
-        held.
+        """Yield the chunks of `version` until the sender has sent all. A chunk is valid until the next chunk, or while
+        its memory is held.
 
         A chunk is a bucket of the plan. Requesting the next chunk tells the sender that the last one was taken.
 
@@ -353,13 +354,13 @@ class TransportSession(Protocol):
         ...
 
     def close(self) -> None:
-        """Release buffers. The sender's end also removes what both ends shared."""
+        """Release buffers. The sending side also removes what both sides shared."""
         ...
 
 
 @runtime_checkable
 class ListeningSession(Protocol):
-    """A sender's end to which receivers connect. Optional for a transport.
+    """A sending side to which receivers connect. Optional for a transport.
 
     Attributes:
         port: port at which it listens, on the plan's `host`.
@@ -370,7 +371,7 @@ class ListeningSession(Protocol):
 
 @runtime_checkable
 class LendingSession(Protocol):
-    """A sender's end that passes on the training engine's own tensors. Optional for a transport.
+    """A sending side that passes on the training engine's own tensors. Optional for a transport.
 
     Attributes:
         loan: the loan of the weights that are sent next, which each of their chunks carries; None if they are not lent.
@@ -381,7 +382,7 @@ class LendingSession(Protocol):
 
 @runtime_checkable
 class PartsSession(Protocol):
-    """A sender's end on a training rank that sends its own parts. Optional for a transport.
+    """A sending side on a training rank that sends its own parts. Optional for a transport.
 
     Attributes:
         sends_parts: True if `send` on every rank takes the rank's own parts (`WeightSource.iter_local`).
@@ -412,12 +413,12 @@ class WeightTransport(Protocol):
         ...
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open one end. `side` is `"send"` or `"recv"`; `index` is the training rank or the replica's number.
+        """Open one side. `side` is `"send"` or `"recv"`; `index` is the training rank or the replica's number.
 
-        All senders are connected before the first receiver, whose plan has their addresses.
+        All senders are connected before the first receiver. A receiver's plan has the senders' addresses.
 
         Raises:
-            WeightSyncError: if the other end cannot be reached from this process.
+            WeightSyncError: if the other side cannot be reached from this process.
         """
         ...
 

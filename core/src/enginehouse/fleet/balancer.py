@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
-"""Lengths in tokens of the first remembered prefixes of a prompt, and the step between further lengths. Engines cache
-whole blocks. Longer prefixes distinguish episodes with the same instructions, so that each stays on its replica."""
+"""The remembered prefixes of a prompt: lengths in tokens of the first two, and the step between further lengths.
+Engines cache whole blocks. Longer prefixes distinguish episodes with the same instructions, so that each episode stays
+on its replica."""
 
 REMEMBERED_PREFIXES = 65536
 
@@ -122,7 +123,7 @@ class ReplicaBalancer:
         self.waiting_samples += entry.samples
 
     def drop(self, number: int) -> Attempt | None:
-        """Forget a request that no replica has, and return None. Otherwise return the attempt of its replica."""
+        """Remove a waiting request, and return None. If a replica has the request, only return the attempt."""
         for attempts in self._running.values():
             if number in attempts:
                 return attempts[number]
@@ -164,7 +165,7 @@ class ReplicaBalancer:
         return attempts
 
     def finish(self, attempt: Attempt) -> bool:
-        """Record an answer. Return False if it does not count, because its replica was lost before."""
+        """Record an answer. Return False if the answer does not count, because its replica was lost before."""
         running = self._running.get(attempt.replica, {})
         if running.get(attempt.entry.number) != attempt:
             return False
@@ -182,8 +183,8 @@ class ReplicaBalancer:
         return self._loads[replica]
 
     def _choose(self, entry: Entry) -> int | None:
-        """Return the replica that got the prompt's prefix, or the least busy replica if it has fewer completions by
-        more than this request. None if no replica has capacity."""
+        """Return the replica that last got the prompt's prefix, unless it has more completions than the least busy
+        replica together with this request. Then return the least busy replica. None if no replica has capacity."""
         loads = self._loads
         free = [r for r, load in loads.items() if not load or load + entry.samples <= self._limit]
         if not free:

@@ -2,8 +2,8 @@
 
 Requests go to the replica with the least load. If a replica or its engine dies, other replicas generate its responses.
 The fleet restarts the replica in the background, and uses it again once it serves the other replicas' version,
-verified. Samples depend only on seed and row, so they equal those of an undisturbed run up to rounding. Which rows an
-engine computes together depends on time, and may change the last bit of a logprob, or a token.
+verified. Samples depend only on seed and row, so they equal the samples of an undisturbed run up to rounding. Which
+rows an engine computes together depends on time, and may change the last bit of a logprob, or a token.
 
 `enginehouse.fleet.router` routes requests, and `enginehouse.weights.sync` sends weights to replicas.
 """
@@ -40,7 +40,7 @@ _STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out"
 SAMPLES_IN_FLIGHT = 512
 """Maximum number of completions of a replica at once, if its engine does not report `max_running`."""
 SPARE = 8
-"""Divisor of `max_running` for the additional completions of a replica whose engine reports it."""
+"""Divisor: a replica whose engine reports `max_running` gets `max_running // SPARE` additional completions."""
 ALL_IN_FLIGHT = 2**31
 """Limit for the ranks of a group, which end together, so that holding requests back has no advantage."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
@@ -163,9 +163,9 @@ class RolloutFleet(ReplicaGroup):
 
         They are `restarts` of replicas, `retries` of requests, the number of serving `replicas`, and `queued`, the
         maximum number of samples that waited for a replica. `busy_seconds` is a mean over replicas, and `utilisation`
-        its fraction of the time with requests in progress. With several replicas they include the `slowest_replica`,
-        and the factor by which it takes longer than the others (`slowest`). The engines' own metrics are those of the
-        last health check.
+        its fraction of the time with requests in progress. With several replicas the metrics include the number of the
+        slowest replica (`slowest_replica`), and the factor by which it takes longer than the others (`slowest`). The
+        engines' own metrics are those of the last health check.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -248,8 +248,8 @@ class RolloutFleet(ReplicaGroup):
             seed: seed of the responses. Equal seeds and weights give equal responses. None: a new seed each time.
 
         Returns:
-            One row per response, in the order of the prompts. The columns are those of
-            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and `seconds` of `generate_each`.
+            One row per response, in the order of the prompts. It has the columns of
+            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and the column `seconds` of `generate_each`.
 
         Raises:
             ControllerError: the errors of `generate`.
@@ -263,8 +263,8 @@ class RolloutFleet(ReplicaGroup):
         """Generate `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
 
         Yields:
-            Numbers of answered rows, and their samples with those of a row next to each other. Rows come in the order
-            in which they end, each once. `seconds` is the time that the replica of the samples was busy in this call.
+            Numbers of answered rows, and their samples; the samples of a row are next to each other. Rows come in the
+            order in which they end, each once. `seconds` is the time that the samples' replica was busy in this call.
 
         Raises:
             ControllerError: the errors of `generate`.
@@ -331,9 +331,9 @@ class RolloutFleet(ReplicaGroup):
 
 
 def samples_in_flight(max_running: int | None) -> int:
-    """Return the maximum number of completions of a replica at once, from its engine's `max_running` or None.
+    """Return the maximum number of completions of a replica at once.
 
-    The number is a little larger than `max_running`, so that the engine has a next request before the controller hears
-    that it has finished one.
+    `max_running` is the maximum that its engine reports, or None. The number is a little larger than `max_running`, so
+    that the engine has a next request before the controller hears that a request has ended.
     """
     return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE

@@ -25,7 +25,7 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
 
 
 def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
-    """Make a request for each row of `prompt_ids`. With a seed, each request gets its own from the row's
+    """Make a request for each row of `prompt_ids`. With a seed, each request gets its own seed, derived from the row's
     `prompt_index`. Raises `EnginehouseError` if there is a seed but no column `prompt_index`."""
     seeds = None
     if seed is not None:
@@ -40,7 +40,7 @@ def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | Non
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:
-    """Make a request for each prompt. Request ids begin with `name`, and `seeds`, if not None, has the seeds."""
+    """Make a request for each prompt, with the seed in `seeds` unless that is None. Request ids begin with `name`."""
     tokens = prompts.values.tolist()
     offsets = prompts.offsets.tolist()
     return [

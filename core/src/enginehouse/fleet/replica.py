@@ -31,9 +31,9 @@ class FleetReplica(Seat):
 
 
 def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasLost:
-    """Return the error that a fleet has no replica left, with the death of each."""
+    """Return the error for a fleet that has no replica left. The message states the cause of each replica's death."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
-    return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
+    return ReplicasLost(f"no replica of {name} is left to generate:\n{deaths}")
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class FleetMetrics:
 
 
 FLEET = -1
-"""Number of the whole fleet in a `BusyClock`. The fleet is busy while a request is in progress."""
+"""Number that stands for the whole fleet in a `BusyClock`. The fleet is busy while a request is in progress."""
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ class ReplicaGroup:
             FleetReplica(member.number, member.group, member.number) for member in (ranks.members if ranks else ())
         ]
         self._supervisor = Supervisor(
-            self._replicas, restarts, "drawing anything", self._begin, lambda _: self._notify()
+            self._replicas, restarts, "generating anything", self._begin, lambda _: self._notify()
         )
         self._lock, self._closing = self._supervisor.lock, self._supervisor.closing
         self._change = threading.Condition(self._lock)
@@ -136,7 +136,7 @@ class ReplicaGroup:
 
     def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call every living replica; the result is None for a replica that is lost during the call. Returns an empty
-        list if no replica is left. One may be restarting, and the code that waits for it gets its error."""
+        list if no replica is left. Code that waits for a restarting replica gets the error of that restart."""
         living = self._find_living()
         if not living.members:
             return []
@@ -155,12 +155,12 @@ class ReplicaGroup:
     def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
         """Allow or forbid restarted replicas to start their engines, which fill their devices.
 
-        If launches become forbidden, the call waits for those that have begun.
+        If launches become forbidden, the call waits until running launches have ended.
 
         Args:
             until: end of that wait, by `time.monotonic()`.
-            alone: True if engines may start in any case while no replica lives, because nothing else would end the
-                wait.
+            alone: True if engines may start in any case while no replica lives, because otherwise the wait for a
+                replica would never end.
         """
         with self._change:
             self._launches_allowed, self._launches_alone = allowed, alone
@@ -226,7 +226,7 @@ class ReplicaGroup:
         return Members(self.name, members, self.is_lost)
 
     def _begin_to_catch_up(self) -> bool:
-        """Send the served version to a returned replica, in the background. Return False if there is none."""
+        """Send the served version to a returned replica, in the background. Return False if no replica needs it."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
         if self._catching_up or catch_up is None or not ready:
@@ -248,8 +248,8 @@ class ReplicaGroup:
         return True
 
     def is_lost(self, member: Member, error: Exception | None) -> bool:
-        """Return True if a member is lost. Restart it if `error`, which a call of it raised, shows that it is. An
-        exception of a call counts as a death only if the engine then does not answer `health`."""
+        """Return True if a member is lost, and restart it. `error` is what a call of the member raised, if anything.
+        An exception in the member's process counts as a loss only if the engine then does not answer `health`."""
         replica = self._replicas[member.number]
         if replica.incarnation != member.incarnation:
             return True
@@ -298,7 +298,7 @@ class ReplicaGroup:
             try:
                 self._check_health()
             except Exception:  # the next check may succeed; without checks nobody sees a death
-                log.exception("the health of %s could not be asked for", self.name)
+                log.exception("the health check of %s failed", self.name)
 
     def _begin(self, replica: FleetReplica) -> str:
         """Start the engine of a replica whose process was restarted."""

@@ -1,6 +1,6 @@
 """Packs requests to a rollout worker, and its answers, into arrays.
 
-A step has millions of tokens. Arrays are sent without a look at each token, while Python numbers would take seconds.
+A step has millions of tokens. Arrays are sent as a whole, but serializing Python numbers one by one takes seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RequestBatch:
 
     @classmethod
     def pack(cls, requests: Sequence[GenerateRequest], ids: Sequence[str]) -> RequestBatch:
-        """Pack requests under the names `ids` instead of their own."""
+        """Pack requests under the ids `ids` instead of the requests' own ids."""
         places: dict[SamplingParams, int] = {}
         ways, seeds = [], []
         for request in requests:
@@ -72,8 +72,8 @@ class AnswerBatch:
         reasons: index into `REASONS` of the finish reason of each completion.
         versions: first and last weight version of each completion, `(completions, 2)`.
         prompt_logprobs: logprobs of prompts by request id, if requested.
-        apart: `tokens` and `logprobs` in the process that generated them, with one row per completion. If it is not
-            None, both are empty here.
+        apart: `tokens` and `logprobs`, left in the process that generated them, with one row per completion. If `apart`
+            is not None, both fields are empty here.
     """
 
     ids: tuple[str, ...]

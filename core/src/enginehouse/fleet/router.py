@@ -161,11 +161,11 @@ class Router:
         self._exchange.soon()
 
     def _replica_name(self, number: int) -> str:
-        """Return a request's name at replicas. Ids alone are ambiguous, because several callers may use the same."""
+        """Return a request's name at replicas. Its id is not unique, because several callers may use the same ids."""
         return f"{self._name}-{number}"
 
     def wake(self) -> None:
-        """Check the replicas again, because one has changed. Callable from any thread."""
+        """Check the replicas again, because the state of a replica has changed. Callable from any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._exchange.soon)
 
@@ -216,8 +216,8 @@ class Router:
             deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
             what = f"{', '.join(names[:MOST_NAMED])}{more}"
             self._fail(poisonous, PoisonousRows(
-                f"requests {what} were lost with the replica that was to draw them {MOST_TRIES} times; if they are "
-                f"what it dies of, another replica will as well. The last deaths:\n{deaths}"
+                f"requests {what} were lost {MOST_TRIES} times, each time with their replica; if these requests kill "
+                f"replicas, another replica would die too. The last deaths:\n{deaths}"
             ))  # fmt: skip
         for entry in lost:
             if entry.number not in self._flights:  # forgotten
@@ -249,7 +249,7 @@ class Router:
             await self._take_failures(member, answer)
 
     def _hand_over(self, member: Member, answer: AnswerBatch) -> None:
-        """Hand over answered requests. They count even if their replica is lost afterwards."""
+        """Hand over answered requests. The answers count even if their replica is lost afterwards."""
         lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):
             request_lengths = lengths[answer.firsts[place] : answer.firsts[place + 1]]
@@ -270,7 +270,7 @@ class Router:
         return (attempt.entry.number, begun) if attempt is not None and self._balancer.finish(attempt) else None
 
     async def _take_failures(self, member: Member, answer: AnswerBatch) -> None:
-        """End requests that failed, unless a request has killed the engine."""
+        """End requests that failed. If their replica is lost, they are not ended, but sent to another replica."""
         errors = {name: failure.to_error() for name, failure in answer.failures.items()}
         if not errors or await self._check_lost(member, next(iter(errors.values()))):
             return

@@ -1,7 +1,7 @@
-"""Old addresses of the trainer, which has its own distribution now. Imports from here work, with a warning.
+"""Old import paths of the trainer, which has its own distribution now. Imports from here work, with a warning.
 
-The names of the contract have their own modules here. `_Earlier` finds all other names, for example for rewards that an
-earlier `init` wrote.
+Modules whose names are in the contract have a file here. `_Earlier` finds all other modules, for example for rewards
+that an earlier `init` wrote.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from enginehouse.plugin.deprecation import deprecated
 
 
 class _Earlier(MetaPathFinder, Loader):
-    """Imports a module from its new address."""
+    """Imports a module from its new import path."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -3,11 +3,11 @@ placements.
 
 State on the devices in each turn:
 
-* *drawing*: the rollout is awake, and the state of the training roles is in host memory;
-* *training*: the state of the training roles is on the devices, and the rollout sleeps, without weights and caches.
+* the rollout's turn: the rollout is awake, and the state of the training roles is in host memory;
+* the training roles' turn: their state is on the devices, and the rollout sleeps, without weights and caches.
 
-A step begins with drawing and changes to training by `train`. The weight update changes back. During the update, both
-sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the update.
+A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update changes back. During
+the update, both sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the update.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """
@@ -121,7 +121,7 @@ class DeviceTurns:
         self._wake_up(WEIGHTS)
 
     def hand_over(self) -> None:
-        """Begin the rollout's turn, at the point of a weight update from which it does not need the trainer."""
+        """Begin the rollout's turn, once a weight update does not need the trainer any more."""
         if self.is_shared:
             self._offload()
             self._wake_up(CACHE)
@@ -172,7 +172,7 @@ class DeviceTurns:
         actor's weights."""
         with self._sync.trainer_in_use():
             if self._fleet.has_serving:
-                raise WeightSyncError("others draw meanwhile, on the devices that the actor's weights would need")
+                raise WeightSyncError("other replicas generate now, and use the memory that the actor's weights need")
             try:
                 with self.on_devices(PARAMS):
                     self._sync.catch_up(returned)

@@ -41,12 +41,12 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
     is_adapter = (Path(directory) / "adapter_config.json").is_file()
     needed = _count_float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
     if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
-        return FileScores([], None, f"it would take {needed / 2**30:.1f} GiB once more")
+        return FileScores([], None, f"loading it in transformers would take {needed / 2**30:.1f} GiB")
     try:
         ids = _tokenize(spec.path if is_adapter else directory, spec)
         return FileScores(ids, _compute_scores(directory, ids, spec))
     except Exception as error:  # peft or a class of transformers may be missing, which is no fault of the files
-        why_not = f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
+        why_not = f"transformers cannot load it here ({type(error).__name__}: {first_line(error)})"
         return FileScores([], None, why_not)
 
 

@@ -152,8 +152,8 @@ def _check_device(launch: Launch, joined: bool) -> None:
     unasked = joined and not launch.device_is_asked and launch.device == "cpu"
     if unasked and (gpus := count_gpus()):
         raise PlacementError(
-            "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
-            f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them alone"
+            "cluster.device is auto, and the run was planned for CPUs, because this machine has no GPU; the cluster "
+            f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them unused"
         )
 
 

@@ -62,7 +62,7 @@ def begin_profile(context: ProcessContext) -> None:
         activities.append(torch_profiler.ProfilerActivity.CUDA)
     try:
         if torch.autograd._profiler_enabled():  # torch would silently stop the other profiler
-            raise RuntimeError("somebody else's profiler runs in its process")
+            raise RuntimeError("another profiler already runs in its process")
         # Rollout engines and autograd have their own threads. `_ExperimentalConfig` is torch's name.
         threads = torch_profiler._ExperimentalConfig(profile_all_threads=True)
         profiler = torch_profiler.profile(activities=activities, experimental_config=threads)

@@ -53,13 +53,13 @@ def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
 
 
 def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) -> str:
-    """Return why a rollout engine cannot run in the actor's processes, for any number of them; empty if it can.
+    """Return the reason why a rollout engine cannot run in the actor's processes, however many; empty if it can.
 
     Args:
         record: record of the rollout's engine; None if unknown.
     """
     if actor.python != rollout.python:
-        return "its environment is not the actor's"
+        return "it runs in another Python environment than the actor"
     if record is not None and COLOCATES not in record.capabilities:
         return "the engine needs its own process"
     return ""

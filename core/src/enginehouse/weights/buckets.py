@@ -15,7 +15,7 @@ AHEAD = 2
 """Number of buckets in transfer to a receiver: one is in use while the next arrives."""
 
 BUCKET_BYTES = 64 << 20
-"""Size of a bucket without larger parameters. It is so large that the cost per bucket does not matter."""
+"""Usual size limit of a bucket, so large that the fixed cost of a bucket does not matter."""
 
 
 def plan_transfer(
@@ -35,7 +35,8 @@ def plan_transfer(
 
 
 def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes. A larger parameter is alone."""
+    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes. A larger parameter gets its own
+    bucket."""
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     size = 0
@@ -70,7 +71,7 @@ def view_parameters(
 def in_plan_order(
     plan: TransferPlan, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-    """Yield whole `weights`, and check that each is the plan's next parameter.
+    """Yield the whole parameters of `weights` with their metadata, and check that they come in the plan's order.
 
     Raises:
         WeightSyncError: if a name, shape or dtype differs from the plan, or parameters are missing or surplus.
@@ -82,13 +83,13 @@ def in_plan_order(
 def check_announced(
     expected: Iterable[tuple[ParamMeta, tuple[int, ...]]], weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[tuple[ParamMeta, tuple[int, ...]], torch.Tensor]]:
-    """Yield `weights`, and check that each is the next expected parameter, of the expected shape. Raises
-    `WeightSyncError` if a name, shape or dtype differs, or parameters are missing or surplus."""
+    """Yield each tensor of `weights` with the entry of `expected` that announces it. Raises `WeightSyncError` if a
+    name, shape or dtype differs, or parameters are missing or surplus."""
     for parameter, shape in expected:
         name, tensor = next(weights, (None, None))
         if name is None or tensor is None:
             raise WeightSyncError(
-                f"the training engine's weights ended before {parameter.name!r}, though its metadata announce it",
+                f"the training engine's weights ended before {parameter.name!r}, which its metadata announce",
                 [parameter.name],
             )
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -106,7 +107,8 @@ def check_announced(
 
 @contextmanager
 def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Exhaust `weights` at the end in any case, because other ranks may gather the parameters with this rank."""
+    """Yield an iterator over `weights`, and exhaust it at the end of the block, even after an error, because other
+    ranks may gather the parameters together with this rank."""
     iterator = iter(weights)
     try:
         yield iterator

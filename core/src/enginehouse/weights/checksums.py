@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CACHED_BYTES = 2 << 20
-"""Block size. A block is still in the processor's cache after a read, and the cost of the loop does not matter."""
+"""Block size: small enough to stay in the processor's cache after a read, and large enough for a fast loop."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -44,7 +44,7 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
     """Compare checksums of sent and arrived parameters. Raises `WeightSyncError` if a parameter is missing, unexpected
-    or different; the message names each."""
+    or different; the message names each such parameter."""
     missing = [name for name in sent if name not in arrived]
     unexpected = [name for name in arrived if name not in sent]
     differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]
@@ -56,7 +56,7 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
         if names
     ]
     raise WeightSyncError(
-        f"weight update at {where} is not what was sent; {'; '.join(problems)}. The old version keeps serving.",
+        f"weight update at {where} failed; {'; '.join(problems)}. The old version keeps serving.",
         parameters=missing + unexpected + differing,
     )
 
@@ -70,7 +70,7 @@ def verify_state(state: WeightState, version: int, sums: Mapping[str, str], wher
         WeightSyncError: the version differs, or a parameter is not served as it was sent.
     """
     if state.version != version:
-        raise WeightSyncError(f"{where} was told to serve weight version {version} and says it serves {state.version}")
+        raise WeightSyncError(f"{where} must serve weight version {version}, but reports version {state.version}")
     if not state.checksums:
         return
     differing = [name for name, served in state.checksums.items() if name in sums and served != sums[name]]
@@ -78,7 +78,7 @@ def verify_state(state: WeightState, version: int, sums: Mapping[str, str], wher
     if differing or absent:
         wrong = differing + absent
         raise WeightSyncError(
-            f"{where} took weight version {version} whole, but does not serve {listed(wrong)} as sent. "
+            f"{where} received all of weight version {version}, but does not serve {listed(wrong)} as sent. "
             "It answers no requests.",
             parameters=wrong,
         )

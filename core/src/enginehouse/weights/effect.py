@@ -1,28 +1,30 @@
 """Decides from the logprobs of a few tokens, the *probe*, if a replica computes with the weights that it was sent.
 
-A dropped update is too small to be measured as a difference of logprobs. At a learning rate of 1e-6, old and new
-weights differ less than two engines that round differently. So the check looks for a *change*. With the trainer's
-logprobs T and the replica's R, each before and after an update,
+A dropped update is too small to be measured as a difference of logprobs. At a learning rate of 1e-6, the logprobs of
+old and new weights differ less than the logprobs of two engines that round differently. So the check looks for a
+*change*. It takes the trainer's logprobs T and the replica's logprobs R, each before and after an update:
 
     moved = T after - T before,    followed = R after - R before
 
-constant differences between the engines cancel. `followed` equals `moved` if the replica took the update, and is 0 if
-it did not. The replica is nearer to the new weights than to the old weights on tokens where
+Constant differences between the engines cancel. `followed` equals `moved` if the replica took the update, and is 0 if
+the replica dropped it. The replica is nearer to the new weights than to the old weights on tokens where
 
     |followed - moved| < |followed|
 
-`share_taken` is the fraction of the trainer's whole change, the sum of |moved|, on such tokens. It is near 1 or near 0.
-It is the projection of `followed` on `moved`, compared with one half, except that no token counts for more than its own
-|moved|, because a mixture of experts may route a token elsewhere at any update.
+`share_taken` sums |moved| over these tokens, and divides by the sum of |moved| over all tokens. The result is near 1 or
+near 0. A projection of `followed` on `moved` would decide in the same way, but a single token could outweigh all
+others, because a mixture of experts may route a token elsewhere at any update. Here no token counts for more than its
+own |moved|.
 
-Rounding changes with the weights, and looks like a change. T - R before the update is at least as large as the
-rounding. The check decides nothing until the trainer has moved `CLEARLY` times as far. Such rounding flips about a
-tenth of the tokens, and a wrong decision would need half. Until then `before` stays: the trainer's changes add up, and
-those of a replica that drops updates do not.
+Rounding errors change with the weights, and look like a change of the logprobs. They are at most as large as T - R
+before the update. The check decides nothing until the trainer's change is `CLEARLY` times as large. Rounding then
+misjudges about a tenth of the tokens, and only half of the tokens would make a wrong decision. Until then the check
+keeps the scores `before`. The trainer's changes add up over several updates, and the changes of a replica that drops
+updates do not.
 
-One case needs no wait, because an engine computes the same from the same weights, to the last bit. A replica has
-dropped the update if none of its logprobs changed since the last check, while most of the trainer's did
-(`stands_still`).
+One case is decided at once (`stands_still`), because an engine computes bitwise equal logprobs from equal weights. A
+replica has dropped the update if none of its logprobs changed since the last check, while most of the trainer's
+logprobs did.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ from dataclasses import dataclass
 import numpy as np
 
 CLEARLY = 4.0
-"""Least movement of the trainer's logprobs, in multiples of rounding, before a replica is judged."""
+"""Least change of the trainer's logprobs at which a replica is judged, in multiples of the rounding."""
 
 WHOLE = 0.9
 """Fraction of the trainer's change below which a warning is logged. A replica that drops a part of each update, such as
 the MLP of a layer, shows more than half of the change, but less than a replica that takes the whole update."""
 
 TOLERANCES = {"float32": 0.02, "bfloat16": 0.2}
-"""Largest mean difference of two engines' logprobs by dtype, in nats. Measured on CPU with random models, which are
-sensitive to rounding (hidden 256 to 512, 4 to 12 layers, dense and with experts): 0.05 to 0.08 in bfloat16, and less
-than 1e-4 in float32. Kernels that multiply in TF32 round an eighth as much as in bfloat16."""
+"""Largest accepted mean difference between the logprobs of two engines, in nats, by dtype. The measured differences
+were 0.05 to 0.08 in bfloat16, and less than 1e-4 in float32, on CPU with random models, which are sensitive to rounding
+(hidden 256 to 512, 4 to 12 layers, dense and with experts). Kernels that multiply in TF32 round an eighth as much as in
+bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The probe's logprobs from the same weights, of the trainer and of a replica, each float64 `(tokens,)`."""
+    """The logprobs that the trainer and a replica compute for the probe with the same weights, float64 `(tokens,)`."""
 
     trainer: np.ndarray
     replica: np.ndarray
@@ -70,7 +73,8 @@ def stands_still(last: Scores, now: Scores) -> bool:
     update.
 
     Args:
-        now: scores with other weights. Pass no scores of the same weights, because a trainer may not be reproducible.
+        now: scores with other weights than `last`. With the same weights, a trainer that is not reproducible may have
+            other logprobs too.
     """
     moved = np.count_nonzero(now.trainer != last.trainer)
     return bool(2 * moved >= len(now.trainer) and np.array_equal(now.replica, last.replica))
@@ -80,8 +84,8 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     """Return the fraction of the trainer's change that a replica shows. Less than half means a dropped update.
 
     Args:
-        before: scores when both last had the same weights.
-        after: scores with other weights.
+        before: scores from when the trainer and the replica last had the same weights.
+        after: scores after updates.
         rounding: least rounding to assume, in nats per token: the epsilon of the dtype.
 
     Returns:
@@ -97,9 +101,9 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
 def share_shown(before: Scores, after: Scores, rounding: float) -> float:
     """Return the largest fraction of the trainer's change that a replica can have taken, 0 to 1.
 
-    Call it only if `share_taken`, which explains the arguments, is not None. A token's change counts by the amount that
-    the replica shows, while `share_taken` counts the whole change from one half on. Change that rounding may have
-    hidden is added.
+    Call this function only if `share_taken`, which explains the arguments, is not None. A token counts with the amount
+    of change that the replica shows, and not, as in `share_taken`, with all of its change or none. Change that rounding
+    may have hidden is added.
     """
     moved, followed = after.trainer - before.trainer, after.replica - before.replica
     far = np.abs(moved)

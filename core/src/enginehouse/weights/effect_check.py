@@ -25,8 +25,8 @@ class EffectCheck:
 
     Args:
         every: number of updates between checks. The first update of a connection and the first that changes weights are
-            checked too. With replicas that cannot be read back, every update that changes weights is checked. 0
-            disables all checks.
+            checked too. If the replicas' weights cannot be read back, every update that changes weights is checked.
+            0 disables all checks.
         tolerance: largest mean absolute difference of logprobs, in nats.
         probe: token sequences. Sequences of less than two tokens are left out.
     """
@@ -46,7 +46,7 @@ class EffectCheck:
         return min(self._least_taken.values(), default=None)
 
     def begin_connection(self) -> None:
-        """Check the next update."""
+        """Start a new connection, whose first update is checked."""
         self._updates, self._change_seen = 0, False
 
     def note_update(self, changed: bool, checked: bool) -> None:
@@ -59,6 +59,7 @@ class EffectCheck:
 
         Args:
             changed: True if the update's weights differ from the served weights.
+            blind: True if a replica's weights cannot be read back.
         """
         if not (self.every and self.probe):
             return False
@@ -73,14 +74,16 @@ class EffectCheck:
         scored: Sequence[Sequence[Sequence[float]] | None],
         rounding: float,
     ) -> tuple[float, float | None]:
-        """Compare the trainer's logprobs with those of replicas that serve a version, whose checksums are `sums`.
+        """Compare the trainer's logprobs with the logprobs of replicas that serve a version.
 
         Args:
+            sums: checksums of the version's parameters.
             expected: the trainer's logprobs of the probe.
             scored: each replica's logprobs; None for a lost replica.
 
         Returns:
-            The largest mean difference of a replica, and the least fraction taken by a replica.
+            The largest mean difference of a replica, and the least `share_taken` of a replica; None if no replica was
+            judged.
 
         Raises:
             WeightSyncError: a replica computes with other weights.
@@ -92,8 +95,8 @@ class EffectCheck:
             difference = mean_difference(expected, rows)
             if not difference <= self._tolerance:  # a NaN is not within tolerance
                 raise WeightSyncError(
-                    f"{replicas.name_of(place)} has the weights of version {version} by their bytes, but computes with "
-                    f"something else: its logprobs differ from the trainer's by {difference:.4g} nats on average "
+                    f"{replicas.name_of(place)} holds the weights of version {version}, but does not compute with "
+                    f"them: its logprobs differ from the trainer's by {difference:.4g} nats on average "
                     f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
                 )
             differences.append(difference)
@@ -108,8 +111,8 @@ class EffectCheck:
         """Return the `share_taken` of a replica since it last took weights.
 
         A restarted replica is compared with the scores of the first update, because it started with those weights.
-        Scores of the same checksums `sums` are not compared, because a trainer that is not reproducible moves without a
-        change.
+        Scores of weights with the same checksums `sums` are not compared, because the logprobs of a trainer that is not
+        reproducible change even if its weights do not.
         """
         role, key = replicas.name, replicas.members[place]
         agreed = self._agreed.get(key) or self._agreed.get(role)
@@ -124,8 +127,9 @@ class EffectCheck:
             moved = float(abs(now.trainer - before.trainer).mean())
             raise WeightSyncError(
                 f"{replicas.name_of(place)} says that it serves version {version}, but computes as before: the "
-                f"trainer's logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and it "
-                f"shows {share:.0%} of that. It dropped the update, or a large part of it, and answers no requests."
+                f"trainer's logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and the "
+                f"replica shows {share:.0%} of that change. It dropped the update, or a large part of it, and answers "
+                "no requests."
             )
         self._scored[key] = now, sums
         if share is not None:
@@ -135,8 +139,8 @@ class EffectCheck:
             if shown < WHOLE <= least:
                 log.warning(
                     "%s serves version %d, and shows at most %.0f%% of the change in the trainer's logprobs "
-                    "of %d tokens: it may drop a part of each update, as weights that it never fills "
-                    "(weights/least_taken)",
+                    "of %d tokens: it may drop a part of each update, such as a weight that it never loads "
+                    "(metric weights/least_taken)",
                     *(replicas.name_of(place), version, 100 * shown, len(now.trainer)),
                 )
         return share

@@ -31,7 +31,7 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
     A tensor may be served in the dtype of the file, in the dtype of the model, or in float32, which some layers keep.
 
     Raises:
-        WeightSyncError: a replica serves tensors that differ from the files; the message names both.
+        WeightSyncError: a replica serves tensors that differ from the files; the message names them.
     """
     import torch
     import xxhash
@@ -58,7 +58,7 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
                     differing.setdefault(number, []).append(name)
     for number, names in differing.items():
         raise WeightSyncError(
-            f"{where} replica {number} does not serve {listed(names)} as {directory} has it: nothing is evaluated",
+            f"{where} replica {number} does not serve {listed(names)} as stored in {directory}: nothing is evaluated",
             parameters=names,
         )
     first: Mapping[str, str] = states[0].checksums if states else {}

@@ -1,4 +1,4 @@
-"""The form of a model's weights without values, for engines that load models themselves and cannot report it."""
+"""Names, shapes and dtypes of a model's weights, for engines that load the model themselves and cannot report them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelForm:
 
     Attributes:
         parameters: shape and dtype by Hugging Face name.
-        tied: further names of parameters that are listed under another name.
+        tied: names that `parameters` leaves out, because their tied parameter is listed under another name.
     """
 
     parameters: Mapping[str, tuple[tuple[int, ...], str]]
@@ -30,7 +30,7 @@ class ModelForm:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> ModelForm:
-        """Return the form of tensors."""
+        """Return the names, shapes and dtypes of `tensors`."""
         forms = {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
         }
@@ -38,10 +38,10 @@ class ModelForm:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelForm:
-        """Find the form of a model's weights with transformers, on the meta device.
+        """Find the names, shapes and dtypes of a model's weights with transformers, on the meta device.
 
         Raises:
-            ModelError: if transformers does not know the model, or its files lack weights.
+            ModelError: if transformers does not know the model, or the model's files lack weights.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,8 +52,8 @@ class ModelForm:
                 model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), **settings)
         except Exception as error:
             raise ModelError(
-                f"the weights of {spec.path!r} cannot be updated: what they are called is asked of transformers, "
-                f"which says {type(error).__name__}: {_shorten(error)}"
+                f"the weights of {spec.path!r} cannot be updated: transformers cannot list their names: "
+                f"{type(error).__name__}: {_shorten(error)}"
             ) from error
         stored = stored_shapes(Path(spec.path))
         state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))

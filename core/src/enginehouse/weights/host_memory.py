@@ -1,4 +1,4 @@
-"""Host memory that several processes map. It has no name in the file system, so it is never left over."""
+"""Host memory that several processes map. It has no file name, so nothing is left over if a process is killed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class AnonymousMemory:
         Args:
             label: label that `attach` checks.
             size: bytes; at least 1 is allocated.
-            purpose: end of the sentence "this much memory is needed ..." in the error.
+            purpose: words that follow "... MiB of memory are needed" in the error message.
 
         Raises:
-            WeightSyncError: there is not enough free memory, or this system has no such memory.
+            WeightSyncError: there is not enough free memory, or this system is not Linux.
         """
         if not hasattr(os, "memfd_create"):
-            raise WeightSyncError("weights are shared between processes by memfd_create, which only Linux has")
+            raise WeightSyncError("cannot share weights between processes: this needs memfd_create of Linux")
         free = free_bytes()
         needed = WeightSyncError(
             f"{size / 2**20:.0f} MiB of memory are needed {purpose}, and {free / 2**20:.0f} MiB are free"
@@ -85,8 +85,8 @@ class AnonymousMemory:
 
 
 def map_privately(path: str) -> mmap.mmap:
-    """Map another process's memory privately. A page is copied when this process writes it. Raises `OSError` if the
-    memory no longer exists, or belongs to another user."""
+    """Map another process's memory privately. A page is copied when this process first writes to it. Raises `OSError`
+    if the memory no longer exists, or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
@@ -95,7 +95,7 @@ def map_privately(path: str) -> mmap.mmap:
 
 
 def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
-    """Place parameters one after the other. Return the first byte of each by name, and the bytes of all."""
+    """Place parameters one after the other. Return each parameter's first byte by name, and the total size in bytes."""
     offsets = {}
     end = 0
     for parameter in parameters:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return a detached state dict with tied parameters once, under the first name in `preferred`, or else the
-    first."""
+    """Return a detached state dict that lists tied parameters once: under their first name in `preferred`, or else
+    under their first name."""
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 
@@ -38,7 +38,7 @@ class Target:
     """The place of a stored tensor in a model.
 
     Attributes:
-        name: name of the model's tensor that contains it; if the model has none, the name that it would have.
+        name: name of the model's tensor that contains the stored tensor, even if the model lacks a tensor of that name.
         is_read: True if the model has a tensor of that name.
         is_whole: True if the stored tensor is the model's tensor, unchanged.
     """
@@ -51,8 +51,8 @@ class Target:
 def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
     """Find each stored tensor's place by the class's mapping of names, as transformers does when it loads a model.
 
-    If transformers did not load the model, this stores the used parts of the mapping in it, so that a save restores all
-    names.
+    If transformers did not load the model, this function stores the used parts of the mapping in the model, so that a
+    save restores all names.
 
     Args:
         model: model on any device, also on the meta device.
@@ -78,7 +78,7 @@ def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Targ
 
 INDEX = "model.safetensors.index.json"
 _GIT_LFS, _LONGEST_POINTER = b"version https://git-lfs", 1024
-"""Beginning of a pointer file of Git LFS, and a size in bytes that every pointer is below."""
+"""First bytes of a pointer file of Git LFS, and a size in bytes that no pointer file reaches."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -131,8 +131,9 @@ def _open_weights(file: Path) -> Any:
         raise ModelError(f"{file} cannot be read: {describe_os_error(error)}") from error
     except SafetensorError as error:
         is_pointer = file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_GIT_LFS)
-        cure = "Git LFS has its weights elsewhere, `git lfs pull` fetches them" if is_pointer else "fetch it again"
-        raise ModelError(f"{file} is no whole safetensors file ({error}): {cure}") from error
+        pointer = "it is a pointer file of Git LFS, and `git lfs pull` downloads the weights"
+        cure = pointer if is_pointer else "download it again"
+        raise ModelError(f"{file} is not a complete safetensors file ({error}): {cure}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -12,17 +12,20 @@ Region = tuple[tuple[int, int], ...]
 
 
 def check_layout(parameter: ParamMeta, ranks: int) -> None:
-    """Check that metadata describe a layout over `ranks` ranks. Raises `WeightSyncError` if an owner is no rank or is
-    named twice, the mesh size differs from the number of owners, or the placements are not one for each axis, `"R"` or
-    `"S"` with a dimension of the parameter."""
+    """Check that metadata describe a layout over `ranks` ranks.
+
+    Raises:
+        WeightSyncError: an owner is not a rank, an owner is named twice, or the mesh size differs from the number of
+            owners. There must be one placement for each axis: `"R"`, or `"S"` with a dimension of the parameter.
+    """
     owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
     dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}
     if not set(owners) <= set(range(ranks)) or len(set(owners)) < len(owners):
-        problem = f"owners {owners} are not different ranks of {ranks}"
+        problem = f"owners {owners} must be distinct ranks below {ranks}"
     elif mesh and math.prod(mesh) != len(owners):
-        problem = f"a mesh of {mesh} has another size than its {len(owners)} owners"
+        problem = f"a mesh of {mesh} must have {math.prod(mesh)} owners, not {len(owners)}"
     elif len(placements) != len(mesh) or not set(placements) <= dimensions:
-        problem = f"placements {placements} do not fit a mesh of {mesh} and the shape {parameter.shape}"
+        problem = f"placements {placements} do not fit the mesh {mesh} and the parameter's shape {parameter.shape}"
     else:
         return
     raise WeightSyncError(f"the metadata of {parameter.name!r} contradict themselves: {problem}", [parameter.name])

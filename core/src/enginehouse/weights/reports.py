@@ -1,6 +1,6 @@
 """Reports of an engine's own processes to their worker, about steps of a weight update.
 
-They use shared memory, because an exception in an engine's process may end it, or leave answers of other ranks unread.
+They use shared memory, because an exception may end the engine's process, or leave answers of other ranks unread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH = 4
 
 
 class Reports:
-    """The worker's end, with a page for each rank of the engine."""
+    """The worker's side of the reports: shared memory with a page for each rank of the engine."""
 
     def __init__(self, ranks: int, engine: str):
         self._pages = AnonymousMemory.create(LABEL, ranks * PAGE, f"for the reports of {engine}'s processes")
@@ -46,7 +46,7 @@ class Reports:
 
 
 class Reporter:
-    """A rank's end, from the `path` of `Reports`."""
+    """The side of one rank, which opens the memory at the `path` of `Reports`."""
 
     def __init__(self, path: str, rank: int):
         self._memory = AnonymousMemory.attach(path, LABEL).memory

@@ -1,4 +1,4 @@
-"""Reads a staged version of the weights in a process of the engine, from `Version.source`."""
+"""Reads a staged version of the weights in a process of the engine, by the description that `Version.source` gives."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StagedSource:
             yield name, _view_tensor(self._memories[path], dtype, shape, begin)
 
     def check(self) -> None:
-        """Check that all parameters are as they were staged. Raises `WeightSyncError` if a parameter differs; the
-        message names each."""
+        """Check that all parameters are as they were staged. Raises `WeightSyncError` if parameters differ; the message
+        names them."""
         if self._directory:
             return
         pairs = zip(self, self._parameters, strict=True)
         wrong = [name for (name, tensor), (*_, expected) in pairs if checksum(tensor) != expected]
         if wrong:
-            raise WeightSyncError(f"{listed(wrong)} did not reach it as it was staged", wrong)
+            raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)
 
     def close(self) -> None:
         """Unmap the memory. Raises `WeightSyncError` if the engine kept tensors that view the memory, which a later
@@ -83,4 +83,4 @@ def _release(memory: mmap) -> None:
         try:
             memory.close()
         except BufferError:
-            raise WeightSyncError("it reads weights from memory that belongs to the update, not to itself") from None
+            raise WeightSyncError("it kept tensors in the update's memory, instead of its own copies") from None

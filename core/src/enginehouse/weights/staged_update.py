@@ -57,7 +57,7 @@ class StagedUpdate(ABC, Generic[V]):
 
     @abstractmethod
     def _model_form(self) -> ModelForm:
-        """Return the form of the model's weights."""
+        """Return the names, shapes and dtypes of the model's weights."""
 
     @abstractmethod
     def _begun(self, update: WeightUpdate) -> V:
@@ -67,7 +67,7 @@ class StagedUpdate(ABC, Generic[V]):
         """Prepare to stage `update`, and drop an earlier unfinished update.
 
         Raises:
-            WeightSyncError: if the version is not newer, or the model does not have a parameter.
+            WeightSyncError: if the version is not newer, or the model lacks a parameter of the update.
         """
         self.discard()
         if update.version <= self.version:
@@ -113,14 +113,14 @@ class StagedUpdate(ABC, Generic[V]):
         return staged
 
     def discard(self) -> None:
-        """Drop the staged tensors. Their memory is not used again, because a thread may still be staging."""
+        """Drop the staged tensors. Their memory is not used again, because a thread may still write to it."""
         self._staged = None
 
     def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         form = self._model_form()
         expected = form.parameters.get(name)
         if expected is None:
-            reason = " (it is tied to another, which must come alone)" if name in form.tied else ""
+            reason = " (it is tied to another parameter; send only that parameter)" if name in form.tied else ""
             raise WeightSyncError(f"{self._where} has no parameter {name!r}{reason}", parameters=[name])
         if expected != (shape, dtype):
             raise WeightSyncError(

@@ -62,7 +62,7 @@ class Version:
         if copy is None:
             spare, self._spare = self._spare, None
             fits = spare is not None and spare.size >= self._size
-            purpose = "to stage a version of the weights beside the one that is served"
+            purpose = "to stage a version of the weights beside the served version"
             copy = spare if spare and fits else AnonymousMemory.create("enginehouse-weights", self._size, purpose)
             self.copy = copy
         if tensor.numel():
@@ -85,7 +85,7 @@ class StagedWeights(StagedUpdate[Version]):
     """Keeps two versions in this host's memory: the staged version, and the served version for a failed update.
 
     Attributes:
-        served: the served version; None: version 0, in the model's directory.
+        served: the served version; None if it is version 0, in the model's directory.
         is_lost: True if no update has brought weights since `forget`.
     """
 
@@ -128,7 +128,7 @@ class StagedWeights(StagedUpdate[Version]):
 
         Args:
             version: the version that was started.
-            switch: makes the engine serve a version, without anything computed from older weights. If it fails, it
+            switch: makes the engine serve a version, and drops what was computed from older weights. If it fails, it
                 makes the engine serve `served` again and raises `WeightSyncError`, or it calls `lose`.
 
         Raises:
@@ -148,7 +148,7 @@ class StagedWeights(StagedUpdate[Version]):
                 raise
             except WeightSyncError as error:
                 again = f"version {self.version} is served again"
-                now = "it has had no weights since it slept" if self.is_lost else again
+                now = "the engine has had no weights since it slept" if self.is_lost else again
                 raise WeightSyncError(f"{error}; {now}", error.parameters) from error
             else:
                 before, self.served, self.version, self.is_lost = self.served, staged, version, False
@@ -169,12 +169,13 @@ class StagedWeights(StagedUpdate[Version]):
             staged.release()
 
     def learn(self) -> None:
-        """Find the form of the weights, and check that the files have all, because engines load half a model silently.
-        Raises `ModelError` if the files lack a parameter, or transformers does not know the model."""
+        """Find the names, shapes and dtypes of the weights, and check that the files hold every parameter. Engines load
+        an incomplete model without an error. Raises `ModelError` if the files lack a parameter, or transformers does
+        not know the model."""
         self._model_form()
 
     def _model_form(self) -> ModelForm:
-        """Return the form of the model's weights. The first call takes seconds."""
+        """Return the names, shapes and dtypes of the model's weights. The first call takes seconds."""
         if self._form is None:
             self._form = ModelForm.of(self._spec)
         return self._form

@@ -63,7 +63,7 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
         alpha: the adapters' product is scaled by `alpha / rank`.
 
     Returns:
-        By name: float32 if there is an adapter, else the tensor of the state itself.
+        The weights by name: in float32 if the weight has an adapter, else the tensor of `state` itself.
     """
     base = base_state(state)
     layers = {name: name.removesuffix(".weight") for name in names if name.removesuffix(".weight") + UP in state}
@@ -82,7 +82,7 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
 
 
 def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Gather matrices with the same number of rows at once, side by side because all are split in the same way."""
+    """Gather matrices with the same number of rows at once, side by side, because all of them are split equally."""
     if not tensors or not isinstance(first := tensors[0], DTensor):
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
@@ -112,7 +112,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     adapted = {name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)}
     if adapted != set(targets):
         disputed = min(adapted ^ set(targets))
-        raise ModelError(f"fsdp: peft cannot adapt {type(model).__name__} as asked: it disagrees about {disputed!r}")
+        raise ModelError(
+            f"fsdp: peft adapts other layers of {type(model).__name__} than lora.targets chooses, such as {disputed!r}"
+        )
     if spec.head == "value":
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
     for parameter in model.parameters():
@@ -122,7 +124,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
 @contextmanager
 def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block without adapters. They are still computed, times zero, so that all ranks gather as usual."""
+    """Run the block without adapters. They are computed and multiplied by zero, so that all ranks gather as usual."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -178,7 +180,7 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     for target in [] if lora.targets == "all-linear" else lora.targets:
         matches = {name for name in linear if _matches(target, name)}
         if not matches and output_name is not None and _matches(target, output_name):
-            raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is one with the embedding")
+            raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is tied to the embedding")
         if not matches:
             raise ConfigError(
                 f"fsdp: lora.targets: {type(model).__name__} has no linear layer {target!r}. "
@@ -186,7 +188,9 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
             )
         chosen |= matches
     if not chosen:
-        raise ConfigError(f"fsdp: lora: {type(model).__name__} has no linear layer to adapt, or none was named")
+        raise ConfigError(
+            f"fsdp: lora: nothing to adapt: lora.targets is empty, or {type(model).__name__} has no linear layer"
+        )
     ordered = [name for name in linear if name in chosen]
     smallest = min(ordered, key=lambda name: min(linear[name].weight.shape))
     if lora.rank > (most := min(linear[smallest].weight.shape)):
@@ -218,8 +222,8 @@ def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
         p.numel() for p in matrices.values()
     )
     return (
-        f"lora.targets=all-linear leaves {listed(sorted(groups))} as they are, {part:.0%} of the model's matrices: "
-        "they are no linear layers (the experts of a mixture are one tensor)"
+        f"lora.targets=all-linear does not adapt {listed(sorted(groups))}, {part:.0%} of the model's matrices: "
+        "they are not linear layers (the experts of a mixture are one tensor)"
     )
 
 
@@ -300,13 +304,13 @@ def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[s
         return
     saved, expected = _find_sign(saved_names, OF_BASE), _find_sign(model_names, OF_BASE)
     if saved and not expected:
-        raise CheckpointError(f"checkpoint {path!r} holds adapters: set the option lora as the run that saved it did")
+        raise CheckpointError(f"checkpoint {path!r} holds adapters: set the option lora as in the run that saved it")
     if expected and not saved:
         raise CheckpointError(f"checkpoint {path!r} holds a whole model and no adapters: leave the option lora unset")
     if saved != expected:
         raise CheckpointError(f"checkpoint {path!r} holds adapters of a base model with other names or shapes")
     if (saved := _find_sign(saved_names, ALPHA)) != (expected := _find_sign(model_names, ALPHA)):
-        raise CheckpointError(f"checkpoint {path!r} was saved with lora.alpha {saved}; here it is {expected}")
+        raise CheckpointError(f"checkpoint {path!r} was saved with lora.alpha {saved}, but this run has {expected}")
 
 
 def _find_sign(names: Iterable[str], prefix: str) -> str:

@@ -32,7 +32,7 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
         )
     ranks_left = world_size // options.replicas
     for name, ranks in (("tensor_parallel", options.tensor_parallel), ("context_parallel", options.context_parallel)):
-        check_divides(f"fsdp: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) there are for it")
+        check_divides(f"fsdp: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) that are left for it")
         ranks_left //= ranks
     if options.lora is not None and options.tensor_parallel > 1:
         raise ConfigError(
@@ -47,7 +47,7 @@ def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
     """Check that the axes divide a model's heads, as far as its config shows.
 
     Raises:
-        ConfigError: an axis does not divide them; the message names the nearest number that does.
+        ConfigError: an axis does not divide the number of heads; the message names the nearest divisor.
     """
     tensor = options.tensor_parallel
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")

@@ -1,7 +1,8 @@
 """Splits sequences over ranks, except in attention, where it splits heads instead (DeepSpeed-Ulysses).
 
-Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all exchanges it
-for whole sequences and a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the model's own.
+Each rank of the axis `cp` holds one part of every sequence and all heads. An all-to-all before attention exchanges
+these for whole sequences and a part of the heads, and another one after attention changes them back (Jacobs et al.
+2023, arXiv:2309.14509). Attention itself is the model's own.
 At the end the ranks exchange their tokens' outputs, so the loss sees every token on every rank. The backward pass of a
 rank runs only through its own tokens.
 """
@@ -104,7 +105,7 @@ def _take_part(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, to
 
 
 def _exchange(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return all ranks' parts of a column, `(tokens,)`; this rank's own, at the indices `own`, keep their gradient."""
+    """Return all ranks' parts of a column, `(tokens,)`. The elements of this rank, at `own`, keep their gradient."""
     sent = torch.zeros(tokens, dtype=column.dtype, device=column.device)
     sent[own] = column.detach()
     dist.all_reduce(sent, group=group)  # each token is one rank's
@@ -120,7 +121,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend in the way transformers calls it, with states `(batch, heads, part of length, size)`.
+    """Compute attention with the signature that transformers calls; states are `(batch, heads, part of length, size)`.
 
     Returns:
         `(batch, part of length, heads, size)`.

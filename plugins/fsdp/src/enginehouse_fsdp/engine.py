@@ -153,7 +153,7 @@ class FSDPEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Offload state, as `Offloading.offload` says. With `cpu_offload`, tensors that are on a GPU's host stay."""
+        """Offload state, as `Offloading.offload` says. With `cpu_offload`, state that is in host memory stays there."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
@@ -260,7 +260,7 @@ class FSDPEngine:
         if lora is None or self._spec.head == "value":
             raise EnginehouseError(
                 f"{self._context}: there is no adapter to export: "
-                + ("the option lora is unset" if lora is None else "one cannot hold the value head; use export_hf")
+                + ("the option lora is unset" if lora is None else "a value head needs a whole model; use export_hf")
             )
         self._offloading.need("params", to="export the adapter")
         weights = adapters.gather_adapters(unique_state(self._model, self._stored))

@@ -56,7 +56,7 @@ def _shard_axis(name: str, tensor: DTensor) -> int:
     sharded = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     if len(sharded) != 1 or not tensor.placements[sharded[0]].is_shard(0):
         raise ModelError(
-            f"fsdp: {name!r} is stored as one tensor an expert, which a layout {tensor.placements} cuts: train this "
-            "model sharded by data-parallel ranks alone"
+            f"fsdp: {name!r} is stored as one tensor for each expert, but the layout {tensor.placements} splits these "
+            "tensors: shard this model only over data-parallel ranks"
         )
     return sharded[0]

@@ -48,7 +48,7 @@ class Gathering:
 
         Args:
             names: names of the tensors.
-            tensors: define how each tensor is split.
+            tensors: tensors that show how each is split.
             owned: this rank's part of each tensor, which may differ from the part that the tensor itself holds.
             dtype: dtype of the gathered tensors.
         """
@@ -137,7 +137,7 @@ def _join_parts(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tenso
 
 
 def _pack(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """Return this rank's parts end to end, each padded to the size of the largest rank's."""
+    """Return this rank's parts end to end, each padded to the size of the largest part of any rank."""
     rooms = [_largest_part(tensor) for tensor, _ in pairs]
     packed = torch.empty(sum(rooms), dtype=dtype, device=pairs[0][1].device)
     for room, (_, own) in zip(packed.split(rooms), pairs, strict=True):
@@ -147,7 +147,7 @@ def _pack(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> 
 
 
 def _largest_part(tensor: DTensor) -> int:
-    """Return the number of elements of the largest part, the first rank's."""
+    """Return the number of elements of the largest part, which the first rank holds."""
     first = region(tensor, dict.fromkeys(splitting_axes(tensor), 0))
     return math.prod(dimension.stop - dimension.start for dimension in first)
 

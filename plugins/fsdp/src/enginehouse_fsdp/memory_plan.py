@@ -20,7 +20,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     pass, and while the outermost unit's gradient is summed over the ranks.
 
     FSDP gathers a unit in the dtype of the computation, together with the next unit if there is one, and sums its
-    gradient in `reduce_dtype`. Only the next unit frees its memory for good.
+    gradient in `reduce_dtype`. A unit's memory is freed for good only when the next unit comes.
     """
     shape, size = demand.shape, demand.itemsize
     sizes = axis_sizes(demand.processes, options)

@@ -60,7 +60,7 @@ class ShardedAdamW:
     def step(self) -> Metrics:
         """Normalise and clip the gradients, take a step, and zero them; collective. FSDP has summed them over ranks.
 
-        If the gradients' norm is not finite, or no rank counted anything, only the gradients are zeroed.
+        If the gradients' norm is not finite, or no rank counted a weight, only the gradients are zeroed.
 
         Raises:
             NonFiniteWeights: the step made weights on some rank not finite.
@@ -116,7 +116,7 @@ class ShardedAdamW:
 
 
 def _group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that lie on the same ranks, because torch's operations on lists of tensors need the same mesh."""
+    """Group tensors that are on the same ranks, because torch's operations on lists of tensors need the same mesh."""
     groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

@@ -75,7 +75,7 @@ class FSDPOptions(PackingOptions):
         axis_sizes(processes, self)
         if self.context_parallel > 1 and self.attention not in ("auto", "sdpa"):
             raise ConfigError(
-                f"attention={self.attention} has no form for sequences that are split over ranks "
+                f"attention={self.attention} does not support sequences that are split over ranks "
                 f"(context_parallel={self.context_parallel}); use attention=auto, or context_parallel=1"
             )
 

@@ -57,7 +57,7 @@ class ShardedWeights:
         self._alpha = alpha
 
     def metadata(self) -> list[ParamMeta]:
-        """Describe all parameters and persistent buffers, tied ones once, in the checkpoint's form."""
+        """Describe all parameters and persistent buffers as the checkpoint stores them, tied ones once."""
         described = []
         state = base_state(unique_state(self._model, self._stored))
         for (name, tensor), whole in zip(state.items(), self._describe_whole(), strict=True):
@@ -70,7 +70,7 @@ class ShardedWeights:
         return described
 
     def _describe_whole(self) -> list[ParamMeta]:
-        """Describe parameters and persistent buffers in the model's form."""
+        """Describe parameters and persistent buffers as the model holds them."""
         names = self._mesh.mesh_dim_names or ()
         axes = sorted(names, key=SPLITTING_ORDER.index)
         ranks = self._mesh.mesh.permute([names.index(axis) for axis in axes])

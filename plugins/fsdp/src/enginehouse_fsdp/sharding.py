@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh on which torch lays tensors out.
 
-    Ranks of the axis `cp` have no axis here, because they share parameters and sum gradients like those of `dp_shard`.
+    Ranks of the axis `cp` have no axis here, because they share parameters and sum gradients like ranks of `dp_shard`.
     """
     sizes = {axis: size * (sizes.get(CONTEXT, 1) if axis == SHARD else 1) for axis, size in sizes.items()}
     sizes.pop(CONTEXT, None)
@@ -150,7 +150,7 @@ def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the parameters that a forward pass left gathered, as it leaves those of the outermost unit."""
+    """Free the parameters that a forward pass left gathered, such as the parameters of the outermost unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -89,7 +89,7 @@ def _plan_layers(model: PreTrainedModel, size: int) -> dict[str, str]:
     rules = dict(getattr(model, "tp_plan", None) or {})
     if not any(style not in ("replicate", "embedding_rowwise", "embedding_colwise") for style in rules.values()):
         raise ConfigError(
-            f"{asked}: {type(model).__name__} brings no tensor-parallel plan (base_model_tp_plan of its config class); "
+            f"{asked}: {type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its config class); "
             "use tensor_parallel=1, which shards it over the same ranks"
         )
     planned = {name: rules[rule] for name, _ in model.named_modules() if (rule := _rule(name)) in rules}
@@ -97,7 +97,7 @@ def _plan_layers(model: PreTrainedModel, size: int) -> dict[str, str]:
     styles = {*planned.values(), *(style for rule, style in rules.items() if rule in parameters)}
     if unknown := sorted(styles - set(STYLES)):
         raise ConfigError(
-            f"{asked}: the plan of {type(model).__name__} has the style {unknown[0]!r}, which fsdp cannot carry out; "
+            f"{asked}: the plan of {type(model).__name__} has the style {unknown[0]!r}, which fsdp does not support; "
             "use tensor_parallel=1"
         )
     _settle_vocabulary(model, planned)
@@ -130,7 +130,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
         nearest = min(possible, key=lambda n: (abs(n - size), -n))
         raise ConfigError(
             f"fsdp: tensor_parallel={size} does not divide {uneven} of {type(model).__name__} ({counts[uneven]}); "
-            f"nearest that does: tensor_parallel={nearest}"
+            f"nearest divisor: tensor_parallel={nearest}"
         )
 
 

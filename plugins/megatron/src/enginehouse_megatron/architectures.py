@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SOURCE_AND_REMEDY = (
     "the architecture",
-    "add them to `weights` of its Architecture (enginehouse_megatron.architectures), or name another one",
+    "add them to `weights` of its Architecture (enginehouse_megatron.architectures), or use another architecture",
 )
 LAYER = "model.layers.{layer}."
 DECODER = "decoder.layers.{layer}."
@@ -66,7 +66,7 @@ class Architecture:
         )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
-        """Compare the tensors in a model's directory with the names `read` of those that the ranks read.
+        """Compare the tensors in a model's directory with `read`, the names of the tensors that the ranks read.
 
         Raises:
             ModelError: The directory holds unread tensors that belong to the same model.
@@ -173,7 +173,7 @@ def find_architecture(model_type: str, option: str) -> Architecture:
 
     Raises:
         ModelError: No architecture is known; the message says what to write.
-        ResolveError: The option names nothing.
+        ResolveError: The option names an object that does not exist.
     """
     architecture = resolve(name_architecture(model_type, option))
     if not isinstance(architecture, Architecture):

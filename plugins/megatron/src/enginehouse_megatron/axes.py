@@ -21,17 +21,17 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     whatever else these ranks split.
 
     Raises:
-        ConfigError: The options do not divide the ranks, or `virtual_stages` divides a pipeline that does not exist.
+        ConfigError: The options do not divide the ranks, or `virtual_stages` is set without a pipeline.
     """
     if options.virtual_stages > 1 and options.pipeline_parallel == 1:
         raise ConfigError(
-            f"megatron: virtual_stages={options.virtual_stages} divides the layers of a pipeline rank, and there is no "
-            "pipeline: set pipeline_parallel, or leave virtual_stages at 1"
+            f"megatron: virtual_stages={options.virtual_stages} needs a pipeline, but pipeline_parallel is 1: raise "
+            "pipeline_parallel, or leave virtual_stages at 1"
         )
     ranks_left = world_size
     for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
         ranks = getattr(options, name)
-        check_divides(f"megatron: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) there are for it")
+        check_divides(f"megatron: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) that are left for it")
         ranks_left //= ranks
     check_divides(
         "megatron: expert_parallel",

@@ -194,7 +194,7 @@ def _check_each_rank_has_experts(has_experts: Sequence[int], options: MegatronOp
         if not any(layer // each % ranks == rank for layer in with_experts):
             raise ConfigError(
                 f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
-                f"experts (these are the layers {with_experts}); use fewer pipeline ranks"
+                f"experts (only the layers {with_experts} have experts); use fewer pipeline ranks"
             )
 
 

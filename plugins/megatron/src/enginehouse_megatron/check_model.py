@@ -46,10 +46,10 @@ def name_architecture(model_type: str, option: str) -> str:
         raise ModelError(
             f"megatron: no architecture is known for model_type {model_type!r} (known: {', '.join(ARCHITECTURES)}). "
             "Write one: a value of enginehouse_megatron.architectures.Architecture, which maps megatron-core's names "
-            "of parameters to those in the checkpoint, and name it as module:NAME in the option `architecture`; if its "
-            "weights are called as those of a known one, and it computes as that does, that is enough: architecture="
-            "enginehouse_megatron.architectures:LLAMA. Then compare it: `enginehouse parity CONFIG` scores the same "
-            "tokens with both engines"
+            "of parameters to those in the checkpoint, and name it as module:NAME in the option `architecture`. If the "
+            "model has the weight names and the computation of a known model, use its architecture, such as "
+            "architecture=enginehouse_megatron.architectures:LLAMA. Then compare the engines: `enginehouse parity "
+            "CONFIG` scores the same tokens with both"
         )
     return ARCHITECTURES[model_type]
 
@@ -79,15 +79,15 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
     if not experts:
         if options.expert_parallel > 1:
             raise ConfigError(
-                f"megatron: expert_parallel={options.expert_parallel} shares out experts, and the model has none: "
-                "leave it at 1; ranks that no option takes split the rows"
+                f"megatron: expert_parallel={options.expert_parallel} needs experts, but the model has none: "
+                "set it to 1; ranks that no option uses split the rows"
             )
         return
     check_divides("megatron: expert_parallel", options.expert_parallel, experts, f"the model's {experts} experts")
     if options.tensor_parallel > 1 and not options.sequence_parallel:
         raise ConfigError(
             f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
-            "sequence_parallel=true: else each rank would send the same tokens to the experts"
+            "sequence_parallel=true, because otherwise each rank would send the same tokens to the experts"
         )
 
 
@@ -96,8 +96,8 @@ def check_router(config: Mapping[str, Any]) -> None:
     weighs_one = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
     if config.get("num_experts_per_tok") == 1 and weighs_one:
         raise ModelError(
-            "megatron: the model sends each token to one expert and normalises that one's weight to 1, for which "
-            "megatron-core has no router; train it with the backend `fsdp`"
+            "megatron: the model sends each token to one expert and normalises the expert's weight to 1; megatron-core "
+            "has no such router: train the model with the backend `fsdp`"
         )
 
 
@@ -110,7 +110,7 @@ def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_known(config: PreTrainedConfig, path: str) -> None:
-    """Raise ModelError if a model's config asks for something that this engine does not do."""
+    """Raise ModelError if a model's config needs something that this engine does not support."""
     rope = rope_of(config)
     unknown = ""
     if rope["rope_type"] not in PLAIN_ROPE:
@@ -129,7 +129,7 @@ def check_known(config: PreTrainedConfig, path: str) -> None:
         scales = [name for name in vars(config) if name.endswith(SCALES) and getattr(config, name) not in (None, 1.0)]
         unknown = ", ".join(f"{name}={getattr(config, name)}" for name in scales)
     if unknown:
-        raise ModelError(f"megatron: the model in {path!r} has {unknown}, which this engine does not do yet")
+        raise ModelError(f"megatron: the model in {path!r} has {unknown}, which this engine does not support yet")
 
 
 def _attends_within_a_window(config: PreTrainedConfig) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints in megatron-core's own format (`torch_dist`): each rank writes its part, and every layout can read it.
 
 A directory appears complete or not at all: it is written under another name and moved once every rank is done. An error
-on one rank is raised on all. The format contains pickles: do not load a stranger's checkpoint.
+on one rank is raised on all. The format contains pickles: do not load a checkpoint from an untrusted source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from enginehouse_torch.modeling.ranks import Ranks
 
 WRITTEN_LAST = "metadata.json"
 DESCRIPTION = "enginehouse"
-"""Key of a checkpoint's description of itself."""
+"""Key of the description of its content that a checkpoint stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ _restore_without_step()
 
 
 def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
-    """Return a checkpoint's description of itself.
+    """Return the description of its content that a checkpoint stores.
 
     Raises:
         CheckpointError: There is no checkpoint, or it lacks a part or is of another model.
@@ -213,14 +213,14 @@ def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
             raise CheckpointError(f"checkpoint {path!r} is incomplete (no file {WRITTEN_LAST}, which is written last)")
         hint = describe_alternative(directory)
         if not hint and any(directory.glob("*.distcp")):
-            hint = ": it is one of another training engine; go on from its export in Hugging Face form"
+            hint = ": it is a checkpoint of another training engine; continue from its export in Hugging Face format"
         raise CheckpointError(f"{path!r} holds no checkpoint of megatron (no file {WRITTEN_LAST}){hint}")
     try:
         common = dist_checkpointing.load_common_state_dict(path)
     except Exception as error:
         raise CheckpointError(f"checkpoint {path!r} is damaged: {type(error).__name__}: {error}") from error
     if DESCRIPTION not in common:
-        raise CheckpointError(f"checkpoint {path!r} was written by another program: it does not say what it holds")
+        raise CheckpointError(f"checkpoint {path!r} was written by another program: it does not describe its content")
     description: dict[str, Any] = common[DESCRIPTION]
     for part in state.parts:
         if part not in description["parts"]:
@@ -229,6 +229,6 @@ def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
     for name, own in state.shape.items():
         if (saved := description["shape"].get(name)) != own:
             raise CheckpointError(
-                f"checkpoint {path!r} is of another model: its {name} is {saved!r}, here it is {own!r}"
+                f"checkpoint {path!r} is of another model: its {name} is {saved!r}, but this model's is {own!r}"
             )
     return description

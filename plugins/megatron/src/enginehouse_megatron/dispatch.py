@@ -44,12 +44,13 @@ def _get_entries(value: Any, what: str, shards: int) -> Sequence[Any]:
         return [value.value] * shards
     if not isinstance(value, (list, tuple)):
         raise DispatchError(
-            f"{what} of a megatron_compute call is a list with one entry for each of the {shards} data-parallel "
+            f"{what} of a megatron_compute call must be a list with one entry for each of the {shards} data-parallel "
             f"rank(s), not {type(value).__name__}; wrap a value for every rank in Same(value)"
         )
     if len(value) != shards:
         raise DispatchError(
-            f"{what} of a megatron_compute call has {len(value)} entries for {shards} data-parallel rank(s)"
+            f"{what} of a megatron_compute call must have {shards} entries, one for each data-parallel rank, not "
+            f"{len(value)}"
         )
     return value
 

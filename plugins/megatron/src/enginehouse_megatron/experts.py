@@ -39,7 +39,14 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{expert}", torch.nn.Parameter(weight))
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
-        """Return `(tokens, output_size)`, and no bias, of `counts` tokens for each expert, `(tokens, input_size)`."""
+        """Apply each expert's layer to its tokens, of which `counts` has the numbers.
+
+        Args:
+            tokens: `(tokens, input_size)`, grouped by expert.
+
+        Returns:
+            `(tokens, output_size)`, and no bias.
+        """
         weights = (getattr(self, f"weight{expert}") for expert in range(self._count))
         return torch.cat(
             [F.linear(own, weight) for own, weight in zip(tokens.split(counts), weights, strict=True)]

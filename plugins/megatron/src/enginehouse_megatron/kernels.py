@@ -44,4 +44,4 @@ def say_missing(device: str) -> None:
     if device == "cpu" or has_transformer_engine():
         return
     packages = "; ".join(f"{name} ({OPTIONAL[name]})" for name in missing())
-    log.warning("megatron-core runs on torch's own operations, slower than it could: not installed are %s", packages)
+    log.warning("megatron-core runs on torch's own operations, which are slower; not installed: %s", packages)

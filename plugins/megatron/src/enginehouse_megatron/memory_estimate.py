@@ -15,7 +15,7 @@ BUCKET_BYTES = 256 << 20
 
 
 def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a rank of the first pipeline stage, with as many micro-batches in progress as there are stages.
+    """Estimate the memory of a rank of the first pipeline stage, when one micro-batch for each stage is in progress.
 
     Gradients are float32 in one buffer. Data-parallel ranks divide the float32 copy and the moments among them.
     """

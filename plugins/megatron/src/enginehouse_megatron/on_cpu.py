@@ -1,8 +1,9 @@
 """Lets megatron-core 0.16 run on a CPU with gloo. An engine on a GPU uses nothing of this module.
 
-megatron-core is written for GPUs: it makes tensors on the device "cuda", and asks `torch.cuda` for the current one.
-Each piece below names the lines that it replaces, and can go once these lines use the device of the model. Replacing
-parts of `torch.cuda` breaks nothing: without a GPU they only raise, and all engines of a process use the same device.
+megatron-core is written for GPUs: it makes tensors on the device "cuda", and asks `torch.cuda` for the current device.
+Each function below names the lines that it replaces, and can be removed once these lines use the device of the model.
+Replacing parts of `torch.cuda` breaks nothing: without a GPU they only raise errors, and all engines of a process use
+the same device.
 """
 
 from __future__ import annotations

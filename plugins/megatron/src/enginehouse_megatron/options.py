@@ -27,7 +27,7 @@ from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:
-    """Return True if transformer-engine is installed. megatron-core cannot tell, because it has mocks of it."""
+    """Return True if transformer-engine is installed. megatron-core cannot detect this, because it has mocks."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -82,7 +82,7 @@ class MegatronOptions(TrainOptions):
         """Reject float32 on a GPU with transformer-engine, which has no float32 attention for packed sequences."""
         if dtype == "float32" and device == "cuda" and has_transformer_engine():
             raise ConfigError(
-                "megatron: on GPUs its layers are those of transformer-engine, which is installed here and has no "
+                "megatron: on GPUs this engine uses layers of transformer-engine, which is installed here and has no "
                 "attention in float32 for packed sequences: set model.dtype=bfloat16"
             )
 

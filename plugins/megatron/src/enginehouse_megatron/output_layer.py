@@ -1,4 +1,4 @@
-"""Changes a `GPTModel` so that it scores only the needed positions and looking padding up trains nothing."""
+"""Changes a `GPTModel` so that it scores only the needed positions, and padding in its input gets no gradient."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int
     layout = dict(sizes) | {name: size for name, size in further.items() if size > 1}
     if _users and _users[0] != layout:
         raise ConfigError(
-            "megatron: roles that share processes share a layout: "
-            f"one has {_format(_users[0])}, another {_format(layout)}; "
-            "give both the same options, or processes of their own"
+            "megatron: roles that share processes must have the same layout, but "
+            f"one has {_format(_users[0])} and another {_format(layout)}: "
+            "give both the same options, or separate processes"
         )
     if not _users:
         if parallel_state.model_parallel_is_initialized():

@@ -84,7 +84,7 @@ class BufferedTraining:
     def step(self) -> Metrics:
         """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        If the gradients' norm is not finite, or no rank counted anything, only the gradients are zeroed.
+        If the gradients' norm is not finite, or no rank counted a weight, only the gradients are zeroed.
 
         Raises:
             NonFiniteWeights: The step made weights on some rank not finite.

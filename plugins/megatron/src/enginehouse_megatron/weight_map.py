@@ -46,7 +46,7 @@ class StoredTensor:
     holder: int | None = None
 
     def find_region(self, rank: int, size: int) -> tuple[slice, ...]:
-        """Return the part of rank `rank` of `size`: a block, smaller for the last ranks if blocks do not divide."""
+        """Return the part of rank `rank` of `size`: a block, smaller for the last ranks if the split is uneven."""
         whole = [slice(0, length) for length in self.shape]
         if self.split is not None:
             length = self.shape[self.split]
@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class MappedParameter:
-    """This rank's part of a parameter, its form and its stored tensors."""
+    """This rank's part of a parameter, with its stored tensors and the `Form` that converts between the two."""
 
     parameter: torch.nn.Parameter
     form: Form

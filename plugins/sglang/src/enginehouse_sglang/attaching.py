@@ -18,7 +18,7 @@ from enginehouse_sglang.server import SGLangServer
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
-"""Time that a server, however busy, has to describe itself."""
+"""Time in which a server must describe itself, also if it is busy."""
 
 SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
@@ -44,11 +44,11 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
     except SGLangFailed as error:
         raise ConfigError(f"endpoint: there is no sglang server at {url}: {error}") from error
     except TimeoutError as error:
-        raise ConfigError(f"endpoint: what is at {url} did not answer within {ANSWER_SECONDS:g} s") from error
+        raise ConfigError(f"endpoint: the server at {url} did not answer within {ANSWER_SECONDS:g} s") from error
     except HTTPStatusError as error:
         if error.status in (401, 403):
             raise ConfigError(
-                f"endpoint: the server at {url} wants a key; set SGLANG_API_KEY (and SGLANG_ADMIN_API_KEY, if it has "
+                f"endpoint: the server at {url} needs a key; set SGLANG_API_KEY (and SGLANG_ADMIN_API_KEY, if it has "
                 f"one) in the environment of the run: {error}"
             ) from error
         raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: {error}") from error
@@ -62,7 +62,9 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
             f"--dtype {spec.dtype}, or set model.dtype"
         )
     if int(settings.get("dp_size") or 1) > 1:
-        raise ConfigError(f"endpoint: the server at {url} has dp_size {settings['dp_size']}; give one server a replica")
+        raise ConfigError(
+            f"endpoint: the server at {url} must have dp_size 1, not {settings['dp_size']}; use one for each replica"
+        )
     if not settings.get("enable_deterministic_inference"):
         log.warning(
             "the sglang server at %s was not started with --enable-deterministic-inference: samples are not seeded", url
@@ -94,6 +96,6 @@ def _compare(url: str, spec: ModelSpec, info: Mapping[str, Any], served: str) ->
                 raise ModelError(f"{mismatch}: its {name} is {server_config.get(name)}, not {run_config.get(name)}")
     elif Path(served).name != Path(spec.path).name:
         raise ModelError(
-            f"{mismatch}, as far as can be seen from here: its directory is not, and names differ. Start it with a "
-            f"directory called {Path(spec.path).name!r}, or where this host sees it"
+            f"{mismatch}, as far as this host can tell: it cannot read the server's directory, and the names differ. "
+            f"Start the server with a directory called {Path(spec.path).name!r}, or with one that this host can read"
         )

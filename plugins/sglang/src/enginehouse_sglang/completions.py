@@ -86,7 +86,7 @@ class PendingCompletion:
         finish = info["finish_reason"]
         reason, matched = finish["type"], finish.get("matched")
         if reason == "abort" and (finish.get("err_type") or not self.aborted):
-            message = finish.get("message") or "somebody else aborted it"
+            message = finish.get("message") or "another client aborted it"
             raise EnginehouseError(f"sglang did not serve request {self.rid}: {message}")
         if reason not in ("stop", "length", "abort"):
             raise EnginehouseError(f"sglang ended request {self.rid} with {reason!r}")
@@ -116,7 +116,7 @@ def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]
 
 
 def _derive_seed(seed: int | None, number: int) -> int:
-    """Return a seed of 62 bits for a sample, random without `seed`: SGLang's own default is the same for all."""
+    """Return a seed of 62 bits for a sample, random if `seed` is None, because SGLang's default is a constant."""
     if seed is None:
         return secrets.randbits(62)
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 2

@@ -122,7 +122,7 @@ class SGLangRollout:
         """Find this replica's server and give it the model's weights, since it may have another run's weights."""
         replica = int(context.labels.get("replica", context.rank))
         if replica >= len(options.endpoint):
-            raise ConfigError(f"endpoint: there are {len(options.endpoint)} URLs, and none for replica {replica}")
+            raise ConfigError(f"endpoint must have a URL for replica {replica}, but has only {len(options.endpoint)}")
         server = SGLangServer(options.endpoint[replica], self._where)
         settings = await attach(server, model)
         self._server = server
@@ -175,8 +175,8 @@ class SGLangRollout:
             raise EnginehouseError(f"sglang cannot sleep while {len(self._queue)} requests are in progress")
         if not self._can_sleep:
             raise EnginehouseError(
-                f"{self._where}: the sglang server cannot sleep: it ran already, or was started without a memory "
-                "saver, as nobody takes turns"
+                f"{self._where}: the sglang server cannot sleep: this run did not start it, or started it without a "
+                "memory saver, because no other role takes turns on its devices"
             )
         if not parts:
             return

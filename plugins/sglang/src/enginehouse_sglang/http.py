@@ -98,7 +98,7 @@ class Address:
             raise NoAnswer(f"{self.url}{path}: {reason}")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         if len(content) < int(fields.get("content-length", 0)):
-            raise NoAnswer(f"{self.url}{path}: the connection was closed in the midst of the answer")
+            raise NoAnswer(f"{self.url}{path}: the connection was closed before the answer was complete")
         status = int(words[1])
         value: Any = content.decode(errors="replace")
         with contextlib.suppress(ValueError):

@@ -28,6 +28,6 @@ class Labels:
         if launch != self._launch:
             raise EnginehouseError(
                 f"{self.where}: the sglang server says it serves weights {label!r}, which did not come from this "
-                "replica: somebody else changes its weights, or it was restarted. Give each replica a server of its own"
+                "replica: another client changes its weights, or it was restarted. Give each replica a separate server"
             )
         return int(number)

@@ -55,7 +55,7 @@ def _load(model: Any, order: dict[str, Any]) -> None:
     source.check()
     missing = find_unfilled(model, lambda: model.load_weights(iter(source)))
     if missing:
-        raise WeightSyncError(f"nothing that was sent fills {listed(missing)} of sglang's model", missing)
+        raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)
     source.close()
 
 

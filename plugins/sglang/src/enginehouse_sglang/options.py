@@ -13,37 +13,38 @@ from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
 OURS = {
-    "model": "model.path",
-    "model_path": "model.path",
-    "tokenizer_path": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "random_seed": "the run's seed",
-    "device": "the device of the run",
-    "context_length": "the option max_model_tokens",
-    "max_running_requests": "the option max_running",
-    "max_total_tokens": "the option kv_cache_mib",
-    "tp": "the option tensor_parallel",
-    "tp_size": "the option tensor_parallel",
-    "pp_size": "nothing: a replica's layers are in one place",
-    "pipeline_parallel_size": "nothing: a replica's layers are in one place",
-    "dp": "rollout.replicas",
-    "tensor_parallel_size": "the option tensor_parallel",
-    "dp_size": "rollout.replicas",
-    "data_parallel_size": "rollout.replicas",
-    "host": "the option openai_endpoint",
-    "port": "nothing: a free one is taken",
-    "api_key": "SGLANG_API_KEY in the worker's environment",
-    "admin_api_key": "nothing: it is drawn at random",
-    "enable_deterministic_inference": "the option deterministic",
-    "enable_memory_saver": "rollout.placement",
-    "enable_weights_cpu_backup": "nothing: weights that slept come by an update",
-    "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
-    "custom_weight_loader": "nothing: weights come by the run's transport",
-    "weight_version": "nothing: versions are counted by the run",
-    "speculative_algorithm": "nothing: its logprobs and seeds are not those promised here",
+    "model": "use model.path",
+    "model_path": "use model.path",
+    "tokenizer_path": "use model.path",
+    "dtype": "use model.dtype",
+    "trust_remote_code": "use model.trust_remote_code",
+    "random_seed": "use the run's seed",
+    "device": "use cluster.device",
+    "context_length": "use the option max_model_tokens",
+    "max_running_requests": "use the option max_running",
+    "max_total_tokens": "use the option kv_cache_mib",
+    "tp": "use the option tensor_parallel",
+    "tp_size": "use the option tensor_parallel",
+    "pp_size": "a replica cannot split its layers into stages",
+    "pipeline_parallel_size": "a replica cannot split its layers into stages",
+    "dp": "use rollout.replicas",
+    "tensor_parallel_size": "use the option tensor_parallel",
+    "dp_size": "use rollout.replicas",
+    "data_parallel_size": "use rollout.replicas",
+    "host": "use the option openai_endpoint",
+    "port": "a free port is chosen",
+    "api_key": "use SGLANG_API_KEY in the worker's environment",
+    "admin_api_key": "it is chosen at random",
+    "enable_deterministic_inference": "use the option deterministic",
+    "enable_memory_saver": "use rollout.placement",
+    "enable_weights_cpu_backup": "after sleep, a weight update brings the weights",
+    "skip_tokenizer_init": "the tokenizer is loaded if the model has one",
+    "custom_weight_loader": "weights come by the run's transport",
+    "weight_version": "the run counts the versions",
+    "speculative_algorithm": "speculative decoding has other logprobs and seeds than the backend promises",
 }
-"""Arguments of SGLang's server that this backend sets itself, and what decides each."""
+"""Arguments of SGLang's server that this backend sets itself, each with the setting to use instead, or the reason why
+there is none."""
 
 CPU_KV_CACHE_MIB = 1024
 
@@ -86,16 +87,16 @@ class SGLangOptions(SplitRolloutOptions):
         names_attention = any(name.replace("-", "_") == "attention_backend" for name in self.native)
         if self.deterministic and dtype == "float32" and device == "cuda" and not names_attention:
             raise ConfigError(
-                "deterministic: SGLang's deterministic inference takes flash-attention on GPUs, which computes in half "
-                "precision only: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
+                "deterministic: SGLang's deterministic inference uses flash-attention on GPUs, which computes only in "
+                "half precision: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
             )
 
     def check(self, processes: int) -> None:
         if self.endpoint and len(self.endpoint) != processes:
             urls, replicas = len(self.endpoint), f"replica{'' if len(self.endpoint) == 1 else 's'}"
             raise ConfigError(
-                f"endpoint: {urls} URL(s) are given for {processes} replica(s); give one URL for each, or start "
-                f"{urls} {replicas}"
+                f"endpoint must have one URL for each replica, but has {urls} for {processes} replica(s): change the "
+                f"URLs, or start {urls} {replicas}"
             )
 
     def servers(self) -> Sequence[str]:
@@ -123,8 +124,8 @@ class SGLangOptions(SplitRolloutOptions):
             )
         elif self.deterministic is False:
             notes.append(
-                "deterministic is false, as it is on GPUs unless it is set: SGLang does not heed seeds, so two runs "
-                "with the same train.seed draw the same prompts and differ in the responses; true costs speed"
+                "deterministic is false, which is the default on GPUs: SGLang ignores seeds, so two runs with the same "
+                "train.seed have the same prompts but different responses; true costs speed"
             )
         if self.openai_endpoint == "node":
             notes.append(
@@ -154,7 +155,7 @@ class SGLangOptions(SplitRolloutOptions):
                 raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
         urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) != len(urls):
-            raise ValueError("two replicas cannot share a server: each has weights of its own; give each URL once")
+            raise ValueError("two replicas cannot share a server, because each has its own weights; give each URL once")
         return urls
 
     @model_validator(mode="after")
@@ -162,5 +163,5 @@ class SGLangOptions(SplitRolloutOptions):
         if self.endpoint:
             for name in ("tensor_parallel", "kv_cache_mib", "deterministic", "openai_endpoint", "native"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(f"{name} is for starting a server, and endpoint names servers that run already")
+                    raise ValueError(f"{name} is only for servers that a run starts, but endpoint names running ones")
         return self

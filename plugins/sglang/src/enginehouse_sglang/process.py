@@ -167,7 +167,8 @@ class ServerProcess:
 def format_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """Return arguments as words of SGLang's command line, without those that are None or False.
 
-    A value that begins with a dash, as one key in 64 does, would be read as another argument: it stands behind `=`.
+    A value that begins with a dash, as one key in 64 does, is written behind `=`. Otherwise it would be read as another
+    argument.
     """
     words: list[str] = []
     for name, value in arguments.items():

@@ -194,13 +194,13 @@ class RequestQueue:
                     note_progress()
                 before = now
         except (EnginehouseError, LookupError) as error:  # the callers of these requests hear of a lost server
-            logger.debug("%s: sglang does not tell its load: %s", self._labels.where, error)
+            logger.debug("%s: cannot read sglang's load: %s", self._labels.where, error)
         finally:
             self._watching = False
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """End requests by id, or all. A request that shares a connection stops at once, but is answered with the other
-        requests of its connection."""
+        """End requests by id, or all requests. A request that shares a connection stops at once, but is answered with
+        the other requests of its connection."""
         sent = []
         for pending in list(self._pending.values()):
             if ids is not None and pending.request.id not in ids:
@@ -218,7 +218,7 @@ class RequestQueue:
             await asyncio.sleep(0)
 
     async def _abort_sent(self, requests: Sequence[PendingRequest]) -> None:
-        """Tell SGLang to end requests until they have ended, because a request may still be on its way to it."""
+        """Tell SGLang to end requests until they have ended, because a request may still be on its way to SGLang."""
         server = self._server()
         wait = ABORT_SECONDS
         while not all(pending.done.done() for pending in requests):

@@ -27,7 +27,7 @@ class SGLangServer:
     Args:
         process: The server's process, if this worker started it.
         api_key: Key for users; default: `SGLANG_API_KEY` of the environment.
-        admin_key: Key for those who may change the server; default: `SGLANG_ADMIN_API_KEY`, else the users' key.
+        admin_key: Key for clients that may change the server; default: `SGLANG_ADMIN_API_KEY`, else the users' key.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SGLangServer:
         self._admin_key = admin_key or os.environ.get("SGLANG_ADMIN_API_KEY") or self._key
 
     async def wait_while_alive(self, call: Awaitable[T]) -> T:
-        """Return the result of a call; raises `SGLangFailed` if a process of ours ends first."""
+        """Return the result of a call; raises `SGLangFailed` if a process that this worker started ends first."""
         return await (call if self.process is None else self.process.wait_while_alive(call))
 
     async def _ask(self, method: Literal["GET", "POST"], path: str, body: Any, key: str | None) -> Any:
@@ -102,7 +102,7 @@ class SGLangServer:
         await self._control("/continue_generation")
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free `"weights"` or `"kv_cache"`, which are lost. A server that generates, or has freed them, ends."""
+        """Free `"weights"` or `"kv_cache"`; the content is lost. The server ends if it generates, or has freed them."""
         await self._control("/release_memory_occupation", tags=list(parts))
 
     async def take_back(self, parts: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ async def _is_ready(server: SGLangServer, process: ServerProcess) -> bool:
     if not process.is_alive():
         message = process.describe_death()
         if "unrecognized arguments" in message or "error: argument" in message:
-            raise ConfigError(f"sglang does not take an argument of `native`: {message}")
+            raise ConfigError(f"sglang rejects an argument of `native`: {message}")
         raise SGLangFailed(message)
     try:
         await server.address.call("GET", "/ready")
@@ -75,7 +75,7 @@ async def _is_ready(server: SGLangServer, process: ServerProcess) -> bool:
 
 
 def server_environment(options: SGLangOptions, context: ProcessContext) -> dict[str, str]:
-    """Return the variables that the server's processes get in addition to those of the worker."""
+    """Return the variables that the server's processes get in addition to the worker's variables."""
     variables = dict(ENVIRONMENT)
     if context.device == "cpu" and options.tensor_parallel > 1 and BINDING not in os.environ:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

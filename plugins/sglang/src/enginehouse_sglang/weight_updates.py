@@ -32,7 +32,7 @@ SENT_BYTES = 64 << 20
 
 
 class SGLangWeights(StagedWeights):
-    """Keeps two versions in this host's memory: the one being staged and the one that is served."""
+    """Keeps two versions in this host's memory: the staged version and the served version."""
 
     def __init__(self, spec: ModelSpec, where: str, labels: Labels):
         super().__init__(spec, where)
@@ -45,7 +45,7 @@ class SGLangWeights(StagedWeights):
         There are no checksums, because SGLang fuses and splits parameters.
 
         Raises:
-            WeightSyncError: The version did not come from here: somebody else changes this server.
+            WeightSyncError: The version did not come from this replica: another client changes this server.
         """
         async with self.switching:
             if self.is_lost:
@@ -71,16 +71,16 @@ class SGLangWeights(StagedWeights):
         try:
             await self._load(server, ranks, staged.source(), staged.number)
         except WeightSyncError as error:
-            log.error("%s; going back to version %d", error, self.version)
+            log.error("%s; loading version %d again", error, self.version)
             try:
                 await self._load(server, ranks, self.source(), self.version)
             except WeightSyncError as worse:
-                lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
+                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
             raise
 
     async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
-        """Load a version from where it lies, and drop keys and values of older weights.
+        """Load a version from `source`, and drop keys and values of older weights.
 
         Raises:
             WeightSyncError: The version was not loaded, or only in part.

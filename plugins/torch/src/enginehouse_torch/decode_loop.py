@@ -79,7 +79,7 @@ class DecodeLoop:
         """Raise if the thread has failed or ended.
 
         Raises:
-            RolloutEngineFailed: the failure is its cause.
+            RolloutEngineFailed: the thread has failed or ended. A failure is the cause of this error.
         """
         if self._failure is not None or self._closed:
             raise self._failure_error()
@@ -117,7 +117,7 @@ class DecodeLoop:
         return await future
 
     def submit(self, requests: Sequence[tuple[RequestProgress, asyncio.Future[Any]]]) -> None:
-        """Queue requests; those submitted together are admitted together."""
+        """Queue requests. Requests that are submitted together are admitted together."""
 
         def action() -> None:
             for pending, future in requests:

@@ -53,7 +53,7 @@ class DecodingRows:
     def begin(
         cls, entries: Sequence[tuple[RequestProgress, int]], end_ids: tuple[int, ...], version: int
     ) -> DecodingRows:
-        """Create rows for the next `count` samples of each `(request, count)`, and count these as admitted."""
+        """Create rows for the next `count` samples of each `(request, count)`, and mark the samples as admitted."""
         repeats = np.array([count for _, count in entries])
         owner = np.empty(len(entries), dtype=object)
         owner[:] = [pending for pending, _ in entries]
@@ -106,7 +106,7 @@ class DecodingRows:
 
     @staticmethod
     def concat(first: DecodingRows, second: DecodingRows) -> DecodingRows:
-        """Join the rows of both."""
+        """Return the rows of `first`, followed by the rows of `second`."""
         joined = []
         for field in fields(DecodingRows):
             a, b = getattr(first, field.name), getattr(second, field.name)

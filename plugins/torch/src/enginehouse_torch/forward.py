@@ -1,4 +1,4 @@
-"""Forward passes for the decode loop: the model's own with our cache, or a fused one that agrees with it."""
+"""Forward passes for the decode loop: the model's own with our cache, or a fused pass with the same results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-"""Largest difference between two ways to compute a logit at launch, relative to the largest logit (or 1)."""
+"""Largest accepted difference between two ways to compute a logit, relative to the largest logit (or 1)."""
 
 
 class Forward(Protocol):
@@ -81,7 +81,7 @@ class ModelForward:
 
 
 def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forward:
-    """Return the fastest forward pass that agrees with the model's plain one on random tokens.
+    """Return the fastest forward pass that agrees with the model's plain forward pass on random tokens.
 
     Raises:
         ModelError: the model's own forward pass gives other logits with our cache than without it. An example is an
@@ -111,7 +111,7 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
     difference = probe(fast, model)
     if not difference <= allowed:
         logger.warning(
-            "generating with the model's own forward pass: the fused one differs by %.1e (allowed %.0e)",
+            "generating with the model's own forward pass: the fused pass differs by %.1e (allowed %.0e)",
             difference, allowed,
         )  # fmt: skip
         return plain

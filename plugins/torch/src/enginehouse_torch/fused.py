@@ -160,7 +160,7 @@ class _Layer:
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent ones are not moved."""
+    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent parameters stay."""
     first, size = parameters[0].data, sum(len(parameter) for parameter in parameters)
     if _are_adjacent(parameters):
         return first.as_strided((size, *first.shape[1:]), first.stride())
@@ -171,7 +171,7 @@ def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return True if parameters lie in one storage, one after the other without a gap."""
+    """Return True if parameters are in one storage, one after the other without a gap."""
     storage, place = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
     for parameter in parameters:
         here = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == place

@@ -40,7 +40,7 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
 def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> MemoryUse:
     """Estimate a replica's memory. Lent weights count as the trainer's.
 
-    The cache is as wide as the longest row. It last grows from half that width, and then both caches exist.
+    The cache is as wide as the longest row. While it grows to that width from half of it, both caches exist.
     """
     shape, size = demand.shape, demand.itemsize
     running = min(options.max_running, -(-demand.rows // demand.processes))

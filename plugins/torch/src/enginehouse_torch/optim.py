@@ -53,7 +53,7 @@ class FlatAdamW:
         self.options = options
         self.world_size = world_size
         self.step_number = 0
-        """Optimizer steps taken; skipped ones do not count."""
+        """Optimizer steps taken; skipped steps do not count."""
         self._places, ends = lay_out(parameters, options)
         self._parameters = {name: parameters[name] for name in self._places}
         device = next(iter(self._parameters.values())).device
@@ -95,7 +95,7 @@ class FlatAdamW:
     def step(self) -> dict[str, float]:
         """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        If the gradient's norm is not finite, or no rank counted anything, only the gradients are zeroed.
+        If the gradient's norm is not finite, or no rank counted a weight, only the gradients are zeroed.
 
         Returns:
             `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.

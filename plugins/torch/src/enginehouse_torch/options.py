@@ -63,7 +63,7 @@ class PackingOptions(GroupedTrainOptions):
         if self.attention in ("auto", "sdpa"):
             return
         if device != "cuda":
-            raise ConfigError(f"{option} has kernels for cuda alone, and this run is on {device}; use attention=auto")
+            raise ConfigError(f"{option} has kernels only for cuda, but this run is on {device}; use attention=auto")
         if self.attention != "flex_attention" and dtype == "float32":
             raise ConfigError(
                 f"{option} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"

@@ -1,4 +1,4 @@
-"""The weights of a replicated model, under the names and in the form of its Hugging Face checkpoint."""
+"""The weights of a replicated model, with the names and the layout of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ReplicatedWeights:
     """The `WeightSource` of a model that every rank holds whole.
 
-    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy. If a tied
-    parameter has several names, the checkpoint's `stored` names decide which name it gets.
+    The tensors are the live tensors, detached: a reader that keeps them past the next optimizer step must copy. If a
+    tied parameter has several names, the checkpoint's `stored` names decide which name it gets.
     """
 
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):

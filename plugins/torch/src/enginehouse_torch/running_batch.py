@@ -1,5 +1,5 @@
-"""The running batch: it admits requests, samples a token a step for every row, and drops finished rows when that
-pays."""
+"""The running batch: it admits requests, samples a token for every row at each step, and drops finished rows if that
+saves time."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class DecodingState:
 class RunningBatch:
     """Rows and their cache. Not thread-safe: only the decode loop touches it, under `torch.inference_mode`.
 
-    A request may join at any token boundary. Its prompt is prefilled once, together with those admitted with it, and
-    its rows are copied with the running ones into a new cache. The copy reads and writes the cache once, like a decode
-    step, so a join at every step costs no more than a small multiple of the decoding.
+    A request may join at any token boundary. Its prompt is prefilled once, together with other prompts that are
+    admitted at the same time. Then its rows and the running rows are copied into a new cache. The copy reads and writes
+    the cache once, like a decode step, so a join at every step costs no more than a small multiple of the decoding.
 
     A forward pass of a prefill has at most `prefill_tokens` padded prompt tokens.
     """

@@ -19,7 +19,7 @@ def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return each stream's number at `positions`, the count of tokens drawn before: float32 in [0, 1)."""
+    """Return each stream's number at `positions`, the count of tokens sampled before: float32 in [0, 1)."""
     bits = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     fractions = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return np.minimum(fractions, LARGEST_UNIFORM).astype(np.float32)
@@ -79,7 +79,7 @@ def _truncate(probabilities: torch.Tensor, top_k: torch.Tensor | None, top_p: to
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return the logprob of each token given those before it, 0 for the first.
+    """Return the logprob of each token given the tokens before it, 0 for the first.
 
     Args:
         logits: `(rows, tokens, vocabulary)` float32.

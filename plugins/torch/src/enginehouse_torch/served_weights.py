@@ -106,7 +106,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self.is_lost = False
 
     def _find_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors in the form of the checkpoint, as views that updates write to."""
+        """Return the model's tensors in the checkpoint's layout, as views that updates write to."""
         return dict(self._stored_form.apart(unique_state(self._model, self._stored)))
 
     def forget(self) -> None:
@@ -162,7 +162,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the trainer has ended
                 the loan. The old version keeps serving, and the staged tensors stay until the update is aborted or
-                another one starts.
+                another update starts.
         """
         staged = self._complete(version)
         lending = nullcontext() if staged.loan is None else staged.loan.using()
@@ -183,7 +183,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             self._room = staged.room
 
     def _list_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the model's parameters by checkpoint name; empty if the checkpoint stores them in another form."""
+        """Return the model's parameters by checkpoint name; empty if the checkpoint stores them in another layout."""
         state = unique_state(self._model, self._stored)
         parts = {name: self._stored_form.parts(name) for name in state}
         if any(len(own) > 1 or own[0].entry is not None for own in parts.values()):
@@ -217,7 +217,10 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._loan = None
 
     def state(self) -> WeightState:
-        """Return the version and checksums of the parameters that the forward pass reads; neither if they are lost."""
+        """Return the version and checksums of the parameters that the forward pass reads.
+
+        If the parameters are lost, the version is None and there are no checksums.
+        """
         if self.is_lost or (self._loan is not None and self._loan.is_over):
             return WeightState(None)
         if not self._checksums:

@@ -48,7 +48,7 @@ class TorchTrainEngine:
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: TorchTrainOptions, context: ProcessContext) -> None:
-        """Join the ranks, load the model and give every rank rank 0's weights.
+        """Join the ranks, load the model and copy the weights of rank 0 to every rank.
 
         Optimizer state is allocated at first use, so an engine that only computes logprobs has none.
 

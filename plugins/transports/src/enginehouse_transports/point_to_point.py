@@ -1,12 +1,12 @@
 """Sends weights from each training rank that holds a part straight to the replicas that need it, on any hosts.
 
 The moves are planned from metadata (`plan_reshard`), so nothing is gathered: a rank sends slices of its own parts, and
-a replica puts whole parameters together from them, bucket by bucket. A rank and a replica that it sends to have two TCP
-connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
+a replica assembles whole parameters from the slices, bucket by bucket. A rank and a replica that it sends to have two
+TCP connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
 
-A replica has room for two buckets. A rank sends parts of bucket k + 2 once all its replicas have taken bucket k. All
-bytes that travel are therefore read, and a failed update is over when its successor begins. Late bytes of an older
-update are read and dropped.
+A replica has room for two buckets. A rank sends parts of bucket k + 2 once all its replicas have taken bucket k. So a
+replica can always read all bytes that were sent. After a failed update, the next update can begin at once, because
+late bytes of the older update are read and dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class PointToPointTransport:
         senders: int = 1,
         targets: Sequence[ParamMeta] = (),
     ) -> TransferPlan:
-        """Plan a transfer; see `WeightTransport`. `targets`: the parameters in the receivers' layout, if not whole."""
+        """Plan a transfer; see `WeightTransport`.
+
+        Args:
+            targets: the parameters in the receivers' layout; empty if receivers hold whole parameters.
+        """
         plan = plan_transfer("point_to_point", parameters, receivers, session, bucket_bytes, senders)
         plan = replace(plan, targets=tuple(targets))
         reshard = plan_moves(plan)
@@ -53,7 +57,7 @@ class PointToPointTransport:
         return replace(plan, bytes_moved=bytes_moved, bytes_minimum=reshard.bytes_minimum)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
+        """Open one side of the connection; see `WeightTransport`.
 
         Raises:
             WeightSyncError: a training rank cannot be reached at its address, or belongs to another run.
@@ -64,7 +68,7 @@ class PointToPointTransport:
 
 
 def plan_moves(plan: TransferPlan) -> ReshardPlan:
-    """Plan the moves of a transfer; every end computes the same plan."""
+    """Plan the moves of a transfer; every side computes the same plan."""
     return plan_reshard(plan.parameters, targets_of(plan), plan.senders, plan.receivers)
 
 
@@ -81,13 +85,13 @@ def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
 
 
 class IdlePart(IdleSender):
-    """The end of a training rank that the plan does not use."""
+    """The side of a training rank that the plan does not use."""
 
     sends_parts = True
 
 
 class PointToPointSender(Sender):
-    """The end of a training rank that sends its parts, or none if other ranks hold the same and send them.
+    """The sending side, at a training rank. It sends parts of the rank, unless other ranks hold and send them too.
 
     Attributes:
         port: port to which receivers connect.
@@ -116,7 +120,7 @@ class PointToPointSender(Sender):
         self.port: int = self._rendezvous.port
 
     def _on_message(self, index: int, message: dict[str, Any]) -> None:
-        """Ignore a message: receivers send none but those that `Rendezvous` takes."""
+        """Ignore a message: `Rendezvous` handles all messages that receivers send."""
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         barrier, rendezvous = self._barrier, self._rendezvous
@@ -164,7 +168,7 @@ class PointToPointSender(Sender):
             self._rendezvous.abort(version)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this side."""
         self._rendezvous.close()
         for sender in self._part_senders.values():
             sender.close()
@@ -174,7 +178,7 @@ class Arrival:
     """An update as it arrives at a receiver.
 
     Attributes:
-        begun: ranks that have begun to send it.
+        begun: ranks that have begun to send the update.
         buckets: for each bucket, its tensors by name, which all share the memory of `AHEAD` buckets.
         left: for each bucket, the number of moves that have not arrived.
     """
@@ -192,7 +196,7 @@ class Arrival:
 
 
 class PointToPointReceiver(Receiver):
-    """A rollout replica's end."""
+    """The receiving side, at a rollout replica."""
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
@@ -249,7 +253,8 @@ class PointToPointReceiver(Receiver):
             self._barrier.changed.notify_all()
 
     def _begin(self, rank: int, version: int) -> Arrival | None:
-        """Note, holding `changed`, that a rank has begun an update; return None if it is older than the newest."""
+        """Record that a rank has begun an update, and return its arrival; None if a newer update has begun. The caller
+        holds `changed`."""
         if version > self._barrier.begun:
             before = self._arrival
             # Late bytes of a failed update may still arrive in its buckets.
@@ -274,7 +279,7 @@ class PointToPointReceiver(Receiver):
         ]
 
     def _lay_out_bucket(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
-        """Return this replica's parts of a bucket as parameters, the first byte of each, and the bytes of all."""
+        """Return this replica's parts of a bucket as parameters, the first byte of each, and their size in bytes."""
         parts = [
             replace(self._plan.parameters[index], shape=shape_of(self._held[index]))
             for index in self._plan.buckets[bucket]
@@ -287,7 +292,7 @@ class PointToPointReceiver(Receiver):
         """Return the tensor for the next bytes; None if they belong to an older update."""
         move = self._moves.get(heading.move)
         if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
-            raise ValueError(f"training rank {rank} sends what was not planned: {heading}")
+            raise ValueError(f"training rank {rank} sent a part that the plan does not have: {heading}")
         with self._barrier.changed:
             arrival = self._begin(rank, heading.version)
             if arrival is None:
@@ -320,7 +325,7 @@ class PointToPointReceiver(Receiver):
                     lambda: not silent(),
                     version,
                     deadline,
-                    lambda: f"training rank {', '.join(silent())} did not note that all was taken",
+                    lambda: f"training rank {', '.join(silent())} did not confirm the last bucket",
                 )
 
     def _await_bucket(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:
@@ -369,7 +374,7 @@ class PointToPointReceiver(Receiver):
                 self._send_all({"aborted": version})
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this side."""
         self._barrier.close()
         for channel in self._channels.values():
             channel.close()

@@ -1,8 +1,8 @@
 """Plans, only from metadata, which rank sends which part of a parameter to which rank.
 
 A target gets each element once, straight from a rank that holds it, so nothing is gathered on the way (HybridFlow,
-Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). Of the ranks that hold a part,
-the one that has sent least so far sends it.
+Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). If several ranks hold a part, the
+rank that has sent the fewest bytes so far sends it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Move:
 
     Attributes:
         parameter: the parameter's index in the plan.
-        region: part of the whole parameter; empty only if the whole is.
+        region: part of the whole parameter; empty only if the parameter has no elements.
     """
 
     parameter: int
@@ -38,7 +38,7 @@ class ReshardPlan:
 
     Attributes:
         moves: the moves, in the order of the parameters.
-        bytes_minimum: bytes of all targets' parts, the least that they can receive, as they share no memory.
+        bytes_minimum: bytes of the parts of all targets: the least that targets without shared memory can receive.
     """
 
     moves: tuple[Move, ...]
@@ -77,19 +77,22 @@ def plan_reshard(
         target_ranks: number of ranks that receive.
 
     Raises:
-        WeightSyncError: the two sides' parameters are not the same, or metadata contradict themselves.
+        WeightSyncError: the two sides have different parameters, or metadata contradict themselves.
     """
     moves: list[Move] = []
     needed = 0
     sent = dict.fromkeys(range(source_ranks), 0)
     if len(sources) != len(targets):
-        raise WeightSyncError(f"one side has {len(sources)} parameters, the other {len(targets)}")
+        raise WeightSyncError(
+            f"both sides must have the same parameters, but the senders have {len(sources)} and the receivers "
+            f"{len(targets)}"
+        )
     holding, wanting = _Layouts(source_ranks), _Layouts(target_ranks)
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if (source.name, source.dtype, source.shape) != (target.name, target.dtype, target.shape):
             raise WeightSyncError(
-                f"parameter {index} is {source.name!r} ({source.dtype}, shape {source.shape}) on one side and "
-                f"{target.name!r} ({target.dtype}, shape {target.shape}) on the other",
+                f"parameter {index} is {source.name!r} ({source.dtype}, shape {source.shape}) for the senders, but "
+                f"{target.name!r} ({target.dtype}, shape {target.shape}) for the receivers",
                 [source.name],
             )
         element = DTYPE_BYTES[source.dtype]
@@ -117,7 +120,7 @@ class _Layouts:
         self._layouts: dict[tuple[object, ...], dict[Region, list[int]]] = {}
 
     def holders(self, parameter: ParamMeta) -> dict[Region, list[int]]:
-        """Return the ranks of each region that is held."""
+        """Return the ranks that hold each region of a parameter."""
         key = (parameter.shape, parameter.owners, parameter.mesh_shape, parameter.placements)
         if key not in self._layouts:
             check_layout(parameter, self._ranks)
@@ -141,12 +144,12 @@ def volume(region: Region) -> int:
 
 
 def index_within(region: Region, part: Region) -> tuple[slice, ...]:
-    """Return a region of the whole as an index of a tensor that holds `part` of it."""
+    """Return a region of a whole parameter as an index of a tensor that holds only `part` of the parameter."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, part, strict=True))
 
 
 def part_name(parameter: ParamMeta, region: Region) -> str:
-    """Return a part's name for checksums: the parameter's, with the indices unless it is whole."""
+    """Return a part's name for checksums: the parameter's name, with the part's indices unless the part is whole."""
     if shape_of(region) == parameter.shape:
         return parameter.name
     return f"{parameter.name}[{', '.join(f'{begin}:{end}' for begin, end in region)}]"

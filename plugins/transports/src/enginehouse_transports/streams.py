@@ -1,4 +1,4 @@
-"""Sends parts of parameters, each behind a heading, over a TCP connection with a thread at each end."""
+"""Sends parts of parameters, each behind a heading, over a TCP connection with a thread on each side."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Heading(NamedTuple):
 
 
 class PartSender:
-    """The sending end. Parts are written whole or not at all, even if their update has failed.
+    """The sending side. Parts are written whole or not at all, even if their update has failed.
 
     Args:
         stream: the connection.
-        barrier: parts of an update that is aborted in it are not written.
-        ended: called if the other end is closed.
+        barrier: barrier that records aborted updates, whose parts are not written.
+        ended: called if the other side is closed.
     """
 
     def __init__(self, stream: socket.socket, barrier: Barrier, ended: Callable[[], None]):
@@ -76,7 +76,7 @@ class PartSender:
 
 
 class PartReceiver:
-    """The receiving end, which reads at any time.
+    """The receiving side, which reads at all times.
 
     Args:
         stream: the connection.
@@ -112,7 +112,7 @@ class PartReceiver:
         except Exception:
             log.exception("cannot read what a weight transport received")
         finally:
-            self._ended()  # before the close, which the other end sees and answers
+            self._ended()  # before the close, which the other side sees and answers
             self.close()
 
     def _read_into(self, target: torch.Tensor) -> bool:
@@ -135,7 +135,7 @@ class PartReceiver:
         return True
 
     def _fill(self, room: memoryview) -> bool:
-        """Read until `room` is full; return False if the other end closed first."""
+        """Read until `room` is full; return False if the other side closed first."""
         while len(room):
             count = self._stream.recv_into(room)
             if not count:

@@ -29,8 +29,8 @@ class VLLMFailed(EnginehouseError):
 class CoreProcesses:
     """vLLM's processes; `where` names this replica in messages.
 
-    `died` is done once the first process has ended. If vLLM runs its engine core without a process, vLLM itself reports
-    its death, or nobody does.
+    `died` is done once the first process has ended. It is never done if vLLM runs its engine core without a separate
+    process.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], where: str):
@@ -96,7 +96,7 @@ class CoreProcesses:
             if process.exitcode is not None
         ]
         causes = f" ({', '.join(endings)})" if endings else ""
-        return f"{self._where}: vllm's engine core has died{causes}: {last_words() or 'its log may say why'}"
+        return f"{self._where}: vllm's engine core has died{causes}: {last_words() or 'see its log'}"
 
     def end(self) -> None:
         """Wait for all processes to end, and kill those that do not."""

@@ -1,4 +1,4 @@
-"""A worker of vLLM for CPUs that can sleep, which vLLM's own cannot.
+"""A worker of vLLM for CPUs that can sleep, which vLLM's own worker for CPUs cannot.
 
 vLLM creates it by name (`worker_cls`), and has it sleep and wake as on a GPU.
 """

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     Application = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 
 API = "/v1"
-"""Prefix of the served paths. No key guards vLLM's other paths, some of which scale or pause it."""
+"""Prefix of the served paths. Other paths of vLLM need no key, and some of them scale or pause the engine."""
 
 GRACE_SECONDS = 1
-"""Seconds that a request may continue once the server is told to end."""
+"""Seconds that a request may continue once the server is asked to end."""
 
 
 class OpenAIServer:

@@ -50,11 +50,11 @@ class VLLMRollout:
     * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
       the new weights.
     * The same seed gives the same tokens whatever else runs, up to rounding, as in every batching engine.
-    * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into those
-      of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
+    * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into
+      logprobs of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
       `truncated_logprobs`.
-    * `pause` also holds and ends requests of the OpenAI endpoint; `abort`, `health` and `metrics` only know those of
-      `generate`.
+    * `pause` also holds and ends requests of the OpenAI endpoint; `abort`, `health` and `metrics` only know requests
+      of `generate`.
     * A vLLM process that dies ends the replica: unfinished requests and every later call raise `VLLMFailed`.
     * Every method that needs vLLM raises `WeightsLost` if a weight update left it without a complete model.
     """
@@ -209,7 +209,10 @@ class VLLMRollout:
         if self._running:
             raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are in progress")
         if not self._can_sleep:
-            raise EnginehouseError(f"{self._where}: vllm was started without its sleep mode, as nobody takes turns")
+            raise EnginehouseError(
+                f"{self._where}: vllm cannot sleep, because it was started without its sleep mode: no other role takes "
+                "turns on its devices"
+            )
         before, self._asleep = self._asleep, asleep
         parts = _asleep_in_vllm(asleep) - _asleep_in_vllm(before)
         try:
@@ -305,8 +308,8 @@ def _explain(error: VLLMFailed, model: ModelSpec) -> str:
     if "SIGILL" not in str(error):
         return str(error)
     return (
-        f"this build of vllm computes {model.dtype} with instructions that this CPU does not carry out (SIGILL); set "
-        "model.dtype to another"
+        f"this build of vllm computes {model.dtype} with instructions that this CPU does not support (SIGILL); set "
+        "model.dtype to another dtype"
     )
 
 

@@ -12,27 +12,28 @@ from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
 OURS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "the run's seed",
-    "max_model_len": "the option max_model_tokens",
-    "max_num_seqs": "the option max_running",
-    "tensor_parallel_size": "the option tensor_parallel",
-    "logprobs_mode": "nothing: every logprob that leaves the engine depends on it",
-    "max_logprobs": "nothing: every logprob that leaves the engine depends on it",
-    "weight_transfer_config": "nothing: weights come by the run's transport",
-    "worker_cls": "nothing: on a CPU vLLM's own cannot sleep",
-    "enable_sleep_mode": "rollout.placement",
-    "worker_extension_cls": "nothing: logprobs under top_p and top_k need it",
-    "logits_processors": "nothing: what they change would be missing to the logprobs",
-    "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
-    "disable_log_stats": "nothing: health and metrics are read from them",
-    "data_parallel_size": "rollout.replicas",
-    "speculative_config": "nothing: with speculative decoding vLLM's logprobs and seeds are not those promised here",
+    "model": "use model.path",
+    "tokenizer": "use model.path",
+    "dtype": "use model.dtype",
+    "trust_remote_code": "use model.trust_remote_code",
+    "seed": "use the run's seed",
+    "max_model_len": "use the option max_model_tokens",
+    "max_num_seqs": "use the option max_running",
+    "tensor_parallel_size": "use the option tensor_parallel",
+    "logprobs_mode": "every logprob that leaves the engine depends on it",
+    "max_logprobs": "every logprob that leaves the engine depends on it",
+    "weight_transfer_config": "weights come by the run's transport",
+    "worker_cls": "on a CPU vLLM's own worker cannot sleep",
+    "enable_sleep_mode": "use rollout.placement",
+    "worker_extension_cls": "logprobs under top_p and top_k need the backend's class",
+    "logits_processors": "the logprobs would not include what they change",
+    "skip_tokenizer_init": "the tokenizer is loaded if the model has one",
+    "disable_log_stats": "health and metrics are read from the statistics",
+    "data_parallel_size": "use rollout.replicas",
+    "speculative_config": "speculative decoding has other logprobs and seeds than the backend promises",
 }
-"""Arguments of vLLM's engine that this backend sets itself, and what decides each."""
+"""Arguments of vLLM's engine that this backend sets itself, each with the setting to use instead, or the reason why
+there is none."""
 
 CPU_KV_CACHE_MIB = 1024
 
@@ -70,8 +71,8 @@ class VLLMOptions(SplitRolloutOptions):
         cut = top_p < 1 or top_k > 0
         if cut and self.truncated_logprobs == "exact" and device != "cpu" and variables.get(V2_RUNNER) != "0":
             raise ConfigError(
-                f"top_p is {top_p:g} and top_k {top_k}, with which vllm gives logprobs of the kept tokens only on a "
-                "GPU. Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes those of "
+                f"with top_p={top_p:g} and top_k={top_k}, vllm on a GPU gives only logprobs within the kept tokens. "
+                "Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes logprobs of "
                 f"the whole distribution; or engine.env.{V2_RUNNER}=0, which is slower; or top_p=1 and top_k=0"
             )
 
@@ -90,9 +91,9 @@ class VLLMOptions(SplitRolloutOptions):
         notes = []
         if self.truncated_logprobs == "renormalized":
             notes.append(
-                "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
-                "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
-                "of the policies compare what differs"
+                "truncated_logprobs is renormalized: with top_p or top_k the rollout's logprobs are those within the "
+                "kept tokens, but the trainer's are those of the whole distribution. So mismatch/* and, with "
+                "algorithm.old_logprobs=rollout, the ratio of the policies compare different quantities"
             )
         if self.openai_endpoint == "node":
             notes.append(

@@ -1,4 +1,4 @@
-"""Ends vLLM's processes when the process that started them ends. vLLM loads it there as a general plugin.
+"""Ends vLLM's processes when the process that started them ends. vLLM loads this module there as a general plugin.
 
 vLLM ends its own processes when it is shut down. If the parent is killed, they would stay, with all their memory and
 the shared memory by which they talk to each other.

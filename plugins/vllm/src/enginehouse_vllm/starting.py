@@ -115,7 +115,7 @@ def start_engine(
     try:
         engine_args = AsyncEngineArgs(**arguments)
     except TypeError as error:
-        raise ConfigError(f"vllm does not take an argument of `native`: {error}") from error
+        raise ConfigError(f"vllm rejects an argument of `native`: {error}") from error
     try:
         return AsyncLLMEngine.from_engine_args(engine_args, stat_loggers=[stat_logger]), engine_args
     except Exception as error:

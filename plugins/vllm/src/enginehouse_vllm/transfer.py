@@ -1,4 +1,4 @@
-"""vLLM's end of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
+"""vLLM's side of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
 
 It reads a version from memory that the parent process names (`weight_updates.py`), or from a directory. On a GPU vLLM's
 own `ipc` and `nccl` engines would be quicker; this engine works wherever the two processes share a host.
@@ -104,7 +104,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
             if missing:
-                raise WeightSyncError(f"nothing that was sent fills {listed(missing)} of vllm's model", missing)
+                raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of vllm's model", missing)
         except BaseException:
             abandon_reload(self.model, self.model_config)
             raise

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a temperature above 0 to this, and only logs it."""
+"""Lowest temperature above 0. vLLM raises lower temperatures to it, and only logs that."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class RequestTranslator:
     ends: Sequence[int] = ()
 
     def learn(self, config: ModelConfig) -> None:
-        """Learn what vLLM knows of the model."""
+        """Read the number of tokens, the longest sequence and the end tokens from vLLM's config of the model."""
         self.vocabulary = config.get_vocab_size()
         self.max_model_tokens = config.max_model_len
         generation, text = config.try_get_generation_config(), config.hf_text_config
@@ -51,20 +51,21 @@ class RequestTranslator:
         sampling = request.sampling
         if sampling.max_tokens == 0 and len(request.prompt_ids) == self.max_model_tokens:
             raise EnginehouseError(
-                f"request {request.id!r} scores a prompt of {len(request.prompt_ids)} tokens, as many as the model "
-                "takes; vllm scores prompts only where one more token has room. Shorten it or raise max_model_tokens."
+                f"request {request.id!r} scores a prompt of {len(request.prompt_ids)} tokens, the model's maximum, but "
+                "vllm scores a prompt only if there is room for one more token. Shorten the prompt, or raise "
+                "max_model_tokens."
             )
         if _is_truncated(sampling) and not self.has_exact_logprobs and self.options.truncated_logprobs == "exact":
             raise EnginehouseError(
                 f"request {request.id!r} has top_p {sampling.top_p:g} and top_k {sampling.top_k}, with which Model "
-                "Runner V2 of vllm gives logprobs of the kept tokens only, not of the whole distribution. Use top_p=1 "
-                "and top_k=0; or set VLLM_USE_V2_MODEL_RUNNER=0; or, where nobody looks at logprobs, the option "
+                "Runner V2 of vllm gives logprobs within the kept tokens, not of the whole distribution. Use top_p=1 "
+                "and top_k=0; or set VLLM_USE_V2_MODEL_RUNNER=0; or, if nothing uses the logprobs, set the option "
                 "truncated_logprobs=renormalized."
             )
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise EnginehouseError(
-                f"request {request.id!r} has temperature {sampling.temperature:g}, but vllm samples at no lower "
-                f"temperature than {LOWEST_TEMPERATURE:g}. Use that or more, or 0 for greedy."
+                f"request {request.id!r} has temperature {sampling.temperature:g}, but vllm needs at least "
+                f"{LOWEST_TEMPERATURE:g}, or 0 for greedy sampling."
             )
         if sampling.stop and llm.tokenizer is None:
             raise ModelError(f"stop strings need a tokenizer, and there is none in {self.spec.path!r}")
@@ -140,7 +141,7 @@ def add_kept_probability(result: GenerateResult, kept: Mapping[str, Sequence[flo
 
 
 def _first_of_each(logprobs: Any) -> list[float]:
-    """Return the token's own logprob at each position that has one; vLLM lists it before those of other tokens."""
+    """Return the token's own logprob at each position that has one; vLLM lists it before other tokens' logprobs."""
     if logprobs is None:
         return []
     values = logprobs.logprobs
@@ -154,5 +155,5 @@ def _is_truncated(sampling: SamplingParams) -> bool:
 
 
 def _spread_seed(seed: int) -> int:
-    """Return a seed of 62 bits, so that vLLM's seeds of a request's samples, which it counts up from it, never meet."""
+    """Return a seed of 62 bits. vLLM counts up from it for a request's samples, so seeds of requests do not meet."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little") >> 2

@@ -1,8 +1,9 @@
 """Notes, in vLLM's worker processes, how much of the distribution top-k and top-p keep.
 
-vLLM's `processed_logprobs` are those within the kept tokens. Adding the logarithm of the kept tokens' probability, one
-number a token, gives logprobs of the whole distribution. This module notes the number when a token is sampled; the
-engine collects it when the request is done. Only Model Runner V1 can run code between the temperature and the cut.
+vLLM's `processed_logprobs` are logprobs within the kept tokens. Adding the logarithm of the kept tokens' probability,
+one number for each token, gives logprobs of the whole distribution. This module notes the number when a token is
+sampled; the engine collects it when the request is done. Only Model Runner V1 can run code between the temperature and
+the cut.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class VLLMWeights(StagedWeights):
-    """Keeps two versions in this host's memory, the one being staged and the one that is served.
+    """Keeps two versions in this host's memory: the staged version and the served version.
 
     vLLM loads them from there, but version 0 from the model's directory.
     """
@@ -41,13 +41,13 @@ class VLLMWeights(StagedWeights):
         try:
             await self._load(llm, staged.number)
         except WeightSyncError as error:
-            log.error("%s; going back to version %d", error, self.version)
+            log.error("%s; loading version %d again", error, self.version)
             try:
                 await self._start(llm)
                 await self._step(llm, "check", self.source())
                 await self._load(llm, self.version)
             except WeightSyncError as worse:
-                lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
+                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
             raise
 
@@ -82,7 +82,7 @@ class VLLMWeights(StagedWeights):
         # Frozen requests are recomputed from the new weights, else their keys and values would stay.
         reset = await self._ask(llm.reset_prefix_cache(reset_running_requests=True), "reset its prefix cache")
         if not reset:
-            raise WeightSyncError(f"{self._where}: vllm did not reset its prefix cache, which older weights computed")
+            raise WeightSyncError(f"{self._where}: vllm did not reset its prefix cache, which is of older weights")
 
     async def _ask(self, call: Any, doing: str) -> Any:
         """Return vLLM's answer; raises `WeightSyncError` if it fails, and vLLM's `EngineDeadError` if it has died."""
@@ -104,7 +104,7 @@ class VLLMWeights(StagedWeights):
         """Return the version that vLLM says it serves, or None if the weights are lost.
 
         There are no checksums, because vLLM fuses and packs parameters. Instead each of vLLM's processes checks, before
-        it loads any, that it reads every parameter as it was sent, and that all parameters of its model are filled.
+        it loads them, that it reads all parameters as they were sent, and then that its model is filled completely.
         """
         async with self.switching:
             return WeightState(None) if self.is_lost else WeightState(int(await llm.get_weight_version()))

@@ -172,7 +172,7 @@ def test_a_receiver_of_an_older_version_is_told_that_it_is_stale(transport):
     with Connection(transport, weights) as connection:
         connection.start_send(5, weights)
         assert bytes_of(receive(connection.receiver, 5)) == bytes_of(weights)
-        with pytest.raises(WeightSyncError, match="already at 5"):
+        with pytest.raises(WeightSyncError, match="already begun update 5"):
             receive(connection.receiver, 4)
 
 

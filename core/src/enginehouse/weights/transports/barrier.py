@@ -1,4 +1,4 @@
-"""State that the threads of a session share. They wait here until a deadline, an abort, or a lost connection."""
+"""State that the threads of a session share, and waits that end at a deadline, an abort or a lost connection."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class Barrier:
         """Call `check`, and raise `WeightSyncError` if a newer update has begun."""
         self.check(version)
         if self.begun > version:
-            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self.begun}")
+            raise WeightSyncError(
+                f"the receiver waits for weight update {version}, but the trainer has already begun update {self.begun}"
+            )
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait, holding `changed`, until `ready()`, even if the connection breaks at the same time.
+        """Wait until `ready()`, even if the connection breaks at the same time. The caller holds `changed`.
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or the connection is broken.
@@ -50,21 +52,21 @@ class Barrier:
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
 
     def begin(self, version: int) -> None:
-        """Make `version` the newest update, holding `changed`. Raises `WeightSyncError` if the version is not newer
-        than the last, or was aborted already."""
+        """Make `version` the newest update. The caller holds `changed`. Raises `WeightSyncError` if the version is not
+        newer than the last, or was aborted already."""
         if version <= self.begun:
-            raise WeightSyncError(f"weight update {version} is not newer than {self.begun}, the last one begun")
+            raise WeightSyncError(f"weight update {version} must be newer than the last begun update, {self.begun}")
         self.check(version)
         self.begun = version
         self.changed.notify_all()
 
     def abort(self, version: int) -> None:
-        """Make updates up to `version` fail, holding `changed`."""
+        """Make updates up to `version` fail. The caller holds `changed`."""
         self.aborted = max(self.aborted, version)
         self.changed.notify_all()
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail with the first reason."""
+        """Make every wait fail. The error states the reason of the first call."""
         with self.changed:
             self.broken = self.broken or why
             self.changed.notify_all()

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 MEETING_SECONDS = 30.0
-"""Time limit of a connection between ranks, because a rank that dies after it published its address never connects."""
+"""Time limit for connecting two ranks, because a rank that dies after it published its address never connects."""
 
 LATE_SECONDS = 5.0
-"""Time that a collective may exceed the deadline of its waiters, whose errors say more than its own."""
+"""Time that a collective may take after the deadline, so that the waits fail first: their errors say more."""
 
 
 class BroadcastGroup:
-    """One rank's part in a group, and its buffers.
+    """One rank's membership in a group, and the rank's buffers.
 
     A thread joins the group, broadcasts in the requested order, and leaves. After a failure all broadcasts fail.
 
@@ -67,7 +67,7 @@ class BroadcastGroup:
         self._broadcasts.put(None)
 
     def await_end(self, seconds: float) -> None:
-        """Wait for at most `seconds` until the group was left."""
+        """Wait until this rank has left the group, for at most `seconds`."""
         self._thread.join(seconds)
 
     def _serve(self) -> None:
@@ -107,7 +107,7 @@ class BroadcastGroup:
         import torch.distributed as dist
 
         if self._left.is_set():
-            raise RuntimeError("the group was left")
+            raise RuntimeError("this rank has left the group")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = datetime.timedelta(seconds=deadline.left + LATE_SECONDS)
@@ -115,7 +115,7 @@ class BroadcastGroup:
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Return the bytes of a buffer for buckets of `nbytes`, with a heading."""
+    """Return the size in bytes of a buffer for a heading and a bucket of `nbytes`."""
     return ALIGNMENT + nbytes
 
 

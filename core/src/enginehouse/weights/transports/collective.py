@@ -3,10 +3,9 @@
 Weights are sent bucket by bucket in collectives of a `BroadcastGroup`. Messages use a TCP connection from each replica
 to rank 0 (`Rendezvous`).
 
-A replica takes part in the broadcasts of two buckets before it has taken any. It takes part in the broadcast of bucket
-k + 2 once it has taken bucket k. The sender begins a broadcast only when all replicas take part in it. So each
-broadcast ends, unless a process dies or hangs until the deadline. After a failed update the group is abandoned,
-whatever its ranks have done.
+At first a replica takes part in the broadcasts of two buckets. Once it has taken bucket k, it takes part in the
+broadcast of bucket k + 2. The sender begins a broadcast only when all replicas take part in it. So each broadcast ends,
+unless a process dies or hangs until the deadline. After a failed update the group is abandoned in any case.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 ENDING_SECONDS = 1.0
-"""Time that `close` waits for a group's thread. If another rank blocks the thread longer, it ends by itself."""
+"""Time that `close` waits for a group's thread. If another rank blocks it longer, the thread ends later by itself."""
 
 
 class CollectiveTransport(BucketTransport):
@@ -48,15 +47,15 @@ class CollectiveTransport(BucketTransport):
     name = "collective"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if the sender cannot be reached at
-        its address, or belongs to another run."""
+        """Open one side of the connection; see `WeightTransport`. Raises `WeightSyncError` if a receiver cannot reach
+        the sender's address, or the sender belongs to another run."""
         if side == "send":
             return CollectiveSender(plan) if index == 0 else IdleSender()
         return CollectiveReceiver(plan, index)
 
 
 def bucket_nbytes(plan: TransferPlan, bucket: int) -> int:
-    """Return the bytes to send for a bucket, with its heading."""
+    """Return the number of bytes to send for a bucket, including its heading."""
     return buffer_bytes(sum(plan.parameters[index].aligned_nbytes for index in plan.buckets[bucket]))
 
 
@@ -67,7 +66,7 @@ def view_bucket(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[t
 
 
 class CollectiveSender(Sender):
-    """The end of training rank 0. Receivers connect to `port`."""
+    """The sending side, at training rank 0. Receivers connect to `port`."""
 
     def __init__(self, plan: TransferPlan):
         self._plan = plan
@@ -165,7 +164,7 @@ class CollectiveSender(Sender):
 
 
 class CollectiveReceiver(Receiver):
-    """A rollout replica's end."""
+    """The receiving side, at a rollout replica."""
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
@@ -238,7 +237,7 @@ class CollectiveReceiver(Receiver):
         with barrier.changed:  # wait for the sender's confirmation, so that no earlier abort is missed
             self._barrier.check_newest(version)
             if self._plan.buckets:
-                missing = "the trainer did not note that all was taken"
+                missing = "the trainer did not confirm the last bucket"
                 barrier.wait(lambda: self._noted >= version, version, deadline, lambda: missing)
 
     def _await_bucket(self, version: int, bucket: int, deadline: Deadline) -> torch.Tensor:
@@ -289,4 +288,4 @@ def await_broadcast(
     error = broadcast.exception()
     if error is not None:
         reason = first_line(error)
-        raise WeightUpdateAborted(f"weight update {version}: another end left the broadcast ({reason})") from error
+        raise WeightUpdateAborted(f"weight update {version}: another rank left the broadcast ({reason})") from error

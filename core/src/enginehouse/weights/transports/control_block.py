@@ -1,4 +1,4 @@
-"""Numbers in a small shared memory, by which the ends of a shared-memory connection communicate."""
+"""Numbers in a small shared memory, by which the sender and the receivers of shared memory communicate."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ HOLDS = range(2, _LINE)
 
 
 class ControlBlock:
-    """The numbers, by line and word.
+    """The shared numbers, by cache line and word.
 
     Args:
-        create: True at the sender's end.
+        create: True for the sender, which creates the memory.
 
     Raises:
         FileNotFoundError: there is no sender on this host.
@@ -90,8 +90,8 @@ class ControlBlock:
         return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
 
     def fence(self) -> None:
-        """Order memory accesses before and after this call, as other processes see them. Python has no memory barrier,
-        but a lock is a barrier in each direction, and two locks in a row are a full barrier."""
+        """Make other processes see the memory accesses before this call earlier than those after it. Python has no
+        memory barrier, but taking and releasing a lock twice has the effect of a full barrier."""
         for _ in range(2):
             with self._fence:
                 pass
@@ -100,7 +100,7 @@ class ControlBlock:
         """Poll until `ready()`.
 
         Raises:
-            WeightUpdateAborted: `version` was aborted, or an end is closed.
+            WeightUpdateAborted: `version` was aborted, or a side was closed.
             WeightSyncError: the deadline passed; `missing()` describes what did not happen.
         """
         polls = 0
@@ -119,7 +119,7 @@ class ControlBlock:
         self.fence()
 
     def check(self, version: int) -> None:
-        """Raise `WeightUpdateAborted` if `version` was aborted or an end is closed."""
+        """Raise `WeightUpdateAborted` if `version` was aborted or a side was closed."""
         if self[ABORTED] >= version:
             raise WeightUpdateAborted(f"weight update {version} was aborted")
         if self.closed or self[CLOSED]:

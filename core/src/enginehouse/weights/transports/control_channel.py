@@ -1,4 +1,4 @@
-"""Sends JSON messages in both directions over a TCP connection between the ends of a transport."""
+"""Sends JSON messages in both directions over a TCP connection between a sender and a receiver of weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 1 << 16
 
 SENDING_SECONDS = 15
-"""Time after which a connection is closed if the other end reads nothing. Its buffer holds an update's messages."""
+"""Time after which a blocked send closes the connection. The socket's buffer holds all messages of an update, so a send
+blocks only if the other side has stopped reading."""
 
 
 class ControlChannel:
-    """One end of a connection.
+    """One side of a connection.
 
     Args:
         connection: a connected socket, which is closed with the channel.
@@ -40,7 +41,7 @@ class ControlChannel:
         self.own_host: str = connection.getsockname()[0]
 
     def send(self, message: dict[str, Any], after: bytes = b"") -> None:
-        """Send a message after the bytes `after`. A failure closes the connection, which `listen` notices."""
+        """Send the bytes `after`, and then a message. A failure closes the connection, which `listen` notices."""
         try:
             with self._sending:
                 self._connection.sendall(after + json.dumps(message).encode() + b"\n")
@@ -48,7 +49,7 @@ class ControlChannel:
             self.close()
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message; None if the other end is closed or sends no valid message in time."""
+        """Return the next message; None if the other side is closed or sends no valid message in time."""
         try:
             with self._ended_after(seconds):
                 text = self._reading.readline(LONGEST_MESSAGE)
@@ -58,7 +59,7 @@ class ControlChannel:
             return None
 
     def receive_bytes(self, count: int, seconds: float) -> bytes:
-        """Return the next `count` bytes; fewer if the other end is closed, or does not send them in time."""
+        """Return the next `count` bytes; fewer if the other side is closed, or does not send them in time."""
         try:
             with self._ended_after(seconds):
                 return self._reading.read(count)
@@ -86,7 +87,7 @@ class ControlChannel:
                 while (message := self.receive(None)) is not None:
                     on_message(message)
             except Exception:
-                log.exception("a message of a weight transport was not understood")
+                log.exception("a message of a weight transport could not be handled, and its connection is closed")
             finally:
                 self.close()
                 on_end()
@@ -95,7 +96,7 @@ class ControlChannel:
 
     def release(self) -> socket.socket:
         """Return the socket, without a time limit for sending. The channel must not be used any more. Bytes after the
-        last message may be lost, so the other end must send none before this end sends."""
+        last message may be lost, so the other side must send nothing until this side has sent something."""
         self._reading.close()
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         return self._connection

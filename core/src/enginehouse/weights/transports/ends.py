@@ -1,4 +1,4 @@
-"""Base classes of transports, and of the sending and receiving ends of a connection."""
+"""Base classes of transports, and of the sending and receiving sides of a connection."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BucketTransport:
 
 
 class Sender(ABC):
-    """Base class of sending ends. It always exhausts the weights, because other ranks gather them too. A failed `send`
-    aborts the update."""
+    """Base class of the sending side. It always exhausts the weights, because other ranks gather them together with
+    this rank. A failed `send` aborts the update."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
@@ -68,7 +68,7 @@ class Sender(ABC):
 
 
 class IdleSender(Sender):
-    """The end of a training rank that sends nothing, and only helps to gather parameters."""
+    """The side of a training rank that sends nothing, and only helps to gather parameters."""
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         return {}
@@ -81,7 +81,7 @@ class IdleSender(Sender):
 
 
 class Receiver(ABC):
-    """Base class of receiving ends. It aborts the update if a receive fails, or the caller stops before its end."""
+    """Base class of the receiving side. It aborts the update if `recv` fails, or the caller stops iterating early."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
@@ -108,12 +108,12 @@ class Receiver(ABC):
 
 
 def address_of(session: TransportSession, host: str) -> str:
-    """Return the `host:port` at which receivers reach a sender's end; empty if the sender accepts no connections."""
+    """Return the `host:port` at which receivers reach a sender; empty if the sender accepts no connections."""
     return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
 
 
 def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights for a sender's end: whole parameters, or the rank's parts if the transport sends parts."""
+    """Return the weights that a sender sends: whole parameters, or the rank's parts if the transport sends parts."""
     if isinstance(session, PartsSession) and session.sends_parts:
         return source.iter_local()
     return source.iter_full()

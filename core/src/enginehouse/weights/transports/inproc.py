@@ -2,7 +2,7 @@
 
 Training rank i sends to rollout replica i in the same process, without a copy. The rollout engine copies the staged
 tensors, unless the trainer lends them. One bucket is in transfer while the trainer gathers the next, so a trainer that
-gathers sharded parameters holds at most two.
+gathers sharded parameters holds at most two gathered buckets.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _mailboxes_lock = threading.Lock()
 
 
 class InprocTransport(BucketTransport):
-    """Passes tensors by reference from a training rank to the rollout replica of the same number and process."""
+    """Passes tensors by reference from a training rank to the rollout replica of the same number in its process."""
 
     name = "inproc"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if replica `index` is not in the
-        process of training rank `index`."""
+        """Open one side of the connection; see `WeightTransport`. Raises `WeightSyncError` if replica `index` is not in
+        the process of training rank `index`."""
         key = (plan.session, index)
         if side == "send":
             if index >= plan.receivers:
@@ -44,8 +44,8 @@ class InprocTransport(BucketTransport):
             mailbox = _mailboxes.get(key)
         if mailbox is None:
             raise WeightSyncError(
-                f"transport 'inproc' needs rollout replica {index} in the process of training rank {index}, and that "
-                "rank is not here. Place the rollout in the actor's processes, or choose another transport."
+                f"transport 'inproc' needs rollout replica {index} and training rank {index} in one process, but they "
+                "are not. Place the rollout in the actor's processes, or choose another transport."
             )
         return InprocReceiver(mailbox)
 
@@ -77,7 +77,7 @@ class Mailbox(Barrier):
 
 
 class InprocSession:
-    """Base class of both ends."""
+    """Base class of both sides."""
 
     def __init__(self, mailbox: Mailbox):
         self._mailbox = mailbox
@@ -91,7 +91,7 @@ class InprocSession:
 
 
 class InprocSender(InprocSession, Sender):
-    """A training rank's end. Implements `LendingSession`."""
+    """The sending side, at a training rank. Implements `LendingSession`."""
 
     loan: Loan | None = None
 
@@ -126,7 +126,7 @@ class InprocSender(InprocSession, Sender):
 
 
 class InprocReceiver(InprocSession, Receiver):
-    """A rollout replica's end."""
+    """The receiving side, at a rollout replica."""
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         box = self._mailbox
@@ -146,9 +146,14 @@ class InprocReceiver(InprocSession, Receiver):
             box.wait(lambda: box.begun > version or (box.begun == version and box.bucket is not None),
                      version, deadline, lambda: missing)  # fmt: skip
             if box.begun > version:
-                raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {box.begun}")
+                raise WeightSyncError(
+                    f"the receiver waits for weight update {version}, but the trainer has already begun update "
+                    f"{box.begun}"
+                )
             assert box.bucket is not None
             arrived, tensors = box.bucket
             if arrived != number:
-                raise WeightSyncError(f"weight update {version}: bucket {number + 1} expected, {arrived + 1} arrived")
+                raise WeightSyncError(
+                    f"weight update {version}: expected bucket {number + 1}, but bucket {arrived + 1} arrived"
+                )
             return tensors

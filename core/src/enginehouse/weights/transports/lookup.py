@@ -7,11 +7,11 @@ from enginehouse.plugin import plugins, resolve
 
 
 def load_transport(name: str) -> WeightTransport:
-    """Make the transport of a registered name, `"distribution:name"`, or `"module:Class"`.
+    """Make a transport by its registered name, by `"distribution:name"`, or by `"module:Class"`.
 
     Raises:
         PluginLookupError: there is no such transport.
-        ResolveError: its module or class does not exist.
+        ResolveError: the module or class does not exist.
     """
     manager = plugins()
     return resolve(manager.get("transport", name).transport if manager.is_name(name) else name)()

@@ -14,7 +14,7 @@ def enginehouse_register_transports(register):
     register(
         Transport(
             name="inproc",
-            summary="Between two roles of one process: no copy leaves it",
+            summary="Between two roles of one process, by reference",
             transport="enginehouse.weights.transports.inproc:InprocTransport",
             capabilities={SAME_PROCESS},
         )
@@ -40,17 +40,17 @@ def enginehouse_register_transports(register):
 
 @hookimpl(trylast=True)
 def enginehouse_pick_transport(cluster, transports):
-    """Choose the transport with the shortest reach that suffices, core's own before others.
+    """Choose the transport with the shortest reach that suffices, and prefer core's own transports.
 
     Between hosts, several training ranks send their own parts by `point_to_point` if it is installed, because gathering
     the parts for `collective` takes longer than sending them (`make bench NAME=transports`).
     """
     if cluster.colocated:
-        where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]
+        where, reaches = "are in one process (rollout.placement: colocated)", [SAME_PROCESS]
     elif cluster.hosts == 1:
-        where, reaches = "in processes of one host", [SAME_HOST, CROSS_HOST]
+        where, reaches = "are in processes of one host", [SAME_HOST, CROSS_HOST]
     else:
-        where, reaches = "on several hosts, as far as is known", [CROSS_HOST]
+        where, reaches = "may be on several hosts", [CROSS_HOST]
         if cluster.training_ranks > 1:
             transports = sorted(transports, key=lambda transport: transport.name != "point_to_point")
     for reach in reaches:
@@ -59,7 +59,7 @@ def enginehouse_pick_transport(cluster, transports):
                 return transport.name
     installed = ", ".join(f"{each.name} ({', '.join(sorted(each.capabilities))})" for each in transports) or "none"
     raise ConfigError(
-        f"actor and rollout are {where}, and no installed weight transport has the capability "
+        f"actor and rollout {where}, and no installed weight transport has the capability "
         f"{' or '.join(reaches)}. Installed: {installed}. Place the two roles nearer to each other, or install a "
         "plugin with such a transport."
     )

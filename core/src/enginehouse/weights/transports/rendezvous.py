@@ -1,7 +1,7 @@
-"""Connects the ends of a transport. A sender waits for its receivers, and records the buckets that each has taken.
+"""Connects a sender with its receivers, waits for all of them, and records the buckets that each receiver has taken.
 
 Messages over each connection (`ControlChannel`) report the beginning of an update, the number of taken buckets, an
-abort, and further facts of a transport. A broken connection means that an end died.
+abort, and what else a transport needs. A broken connection means that the process on the other side died.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from enginehouse.weights.transports.deadline import Deadline
 log = logging.getLogger(__name__)
 
 GREETING_SECONDS = 15.0
-"""Time limit of a connection, and of the other end's greeting."""
+"""Time limit for connecting, and for the greeting of the other side."""
 
 STRANGERS = 16
-"""Number of unexpected connections that may be greeting at once. If there are more, the oldest is closed."""
+"""Number of unexpected connections that may await their greeting at once. If there are more, the oldest is closed."""
 
 PAUSE_SECONDS = 0.2
 """Pause after a connection could not be accepted."""
@@ -39,8 +39,8 @@ class Rendezvous:
 
     Args:
         receivers: numbers of the receivers to accept, each once.
-        on_message: called, holding `barrier.changed`, with a receiver's number and each message other than taken
-            buckets and aborts.
+        on_message: called, holding `barrier.changed`, with a receiver's number and each message that does not report
+            taken buckets or an abort.
         streams: True if each receiver makes a second connection, for bytes.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rendezvous:
                 except OSError as error:  # for example too many open files
                     if self._barrier.broken or self._all_there():
                         break
-                    log.warning("a rollout replica's connection could not be taken: %s", error)
+                    log.warning("a rollout replica's connection could not be accepted: %s", error)
                     time.sleep(PAUSE_SECONDS)
                     continue
                 self._greeting.append(channel)
@@ -169,7 +169,7 @@ class Rendezvous:
         return f"rollout replica {', '.join(absent)} did not connect"
 
     def behind(self, version: int, buckets: int) -> list[str]:
-        """Return the receivers that have taken less than `buckets` buckets of an update."""
+        """Return the receivers that have taken fewer than `buckets` buckets of an update."""
         return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, buckets)]
 
     def missing(self, version: int, buckets: int) -> str:
@@ -182,7 +182,7 @@ class Rendezvous:
             channel.send(message)
 
     def abort(self, version: int) -> None:
-        """Abort updates up to `version`, holding `barrier.changed`, and tell the receivers."""
+        """Abort updates up to `version`, and tell the receivers. The caller holds `barrier.changed`."""
         if version > self._barrier.aborted:
             self._barrier.abort(version)
             self.send_all({"aborted": version})
@@ -200,7 +200,7 @@ class Rendezvous:
 
 def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int]:
     """Connect a receiver to a training rank. Return the channel, and the version up to which the rank has aborted
-    updates. Raises `WeightSyncError` if no end of this session answers at the rank's address."""
+    updates. Raises `WeightSyncError` if no sender of this session answers at the rank's address."""
     address = plan.address(rank)
     channel = ControlChannel(_connect(plan, index, rank))
     channel.send({"receiver": index}, after=secret(plan.session))
@@ -208,14 +208,14 @@ def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int
     if welcome is None:
         channel.close()
         raise WeightSyncError(
-            f"rollout replica {index} was not let in by what waits at {address}: that is not this session's "
-            f"training rank {rank}, or has a replica {index} already"
+            f"the process at {address} did not accept rollout replica {index}: it is not training rank {rank} of this "
+            f"session, or is connected with a replica {index} already"
         )
     return channel, welcome["aborted"]
 
 
 def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
-    """Make a second connection, for bytes, of a receiver that has joined.
+    """Make a second connection, for the weights' bytes, of a receiver that has joined.
 
     Raises:
         WeightSyncError: see `join`.
@@ -238,7 +238,7 @@ def _connect(plan: TransferPlan, index: int, rank: int) -> socket.socket:
 
 
 def secret(session: str) -> bytes:
-    """Return the greeting's first bytes. Their length is fixed, so that no bytes of a stranger are parsed."""
+    """Return the greeting's first bytes. Their length is fixed, so that nothing from an unknown process is parsed."""
     return hashlib.sha256(session.encode()).digest()
 
 

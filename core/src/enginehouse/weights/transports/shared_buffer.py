@@ -1,4 +1,4 @@
-"""Buffers for whole versions of the weights, which one process writes and others of its host read."""
+"""Buffers for whole versions of the weights, which one process writes and other processes of the host read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SharedBuffer:
     def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
         """Allocate a buffer. Raises `WeightSyncError` if there is not enough memory."""
         _, size = lay_out(plan.parameters)
-        extra = "beside those that they hold" if serial > 1 else "and later for a second"
+        extra = "beside those that replicas hold" if serial > 1 else "and later as much for a second"
         purpose = f"for a version of the weights on its way to the rollout replicas, {extra}"
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)
 
@@ -88,7 +88,7 @@ class HeldBuffer:
         """Hold the buffer; see `HostMemory`.
 
         The sender writes that an update has begun, and then reads which buffers are held. This method writes that the
-        buffer is held, and then reads which update has begun.
+        buffer is held, and then reads which update has begun. So at least one of them sees what the other wrote.
         """
         if self._held and not self._released:
             return
@@ -96,7 +96,7 @@ class HeldBuffer:
         self._control.fence()
         if self._released or self._control.begun != self._version:
             self._control[self._at] = 0
-            raise WeightUpdateAborted(f"weight update {self._version} is over: what arrived cannot be held any more")
+            raise WeightUpdateAborted(f"weight update {self._version} is over, so its memory cannot be held any more")
         self._held = True
 
     def release(self) -> None:

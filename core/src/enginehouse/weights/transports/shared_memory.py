@@ -1,12 +1,13 @@
 """Moves weights between processes of one host. A sender writes a version once, and all receivers read the same memory.
 
-Training rank 0 writes each version into a *buffer*, memory as large as the model that no receiver holds. Receivers read
-it bucket by bucket during the write, as tensors that view the buffer. An engine that holds the buffer (`HostMemory`)
-need not copy it, and the next version is written into another buffer. Usually there are two, one served and one being
-written.
+Training rank 0 writes each version into a *buffer*: memory as large as the model, which no receiver holds. Receivers
+read the version bucket by bucket during the write, as tensors that view the buffer. An engine that holds the buffer
+(`HostMemory`) need not copy the weights, and the next version is written into another buffer. Usually there are two
+buffers: one is served while the other is written.
 
 Buffers have no names, so no buffer is left over if a process is killed. The `ControlBlock` is in a small shared memory
-with a name, which is removed once every receiver is attached. Before that, Python's resource tracker would remove it.
+with a name, which is removed once every receiver is attached. If the sender is killed before that, Python's resource
+tracker removes the name.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ class SharedMemoryTransport(BucketTransport):
     name = "shared_memory"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if there is not enough memory for
-        a version, or this process cannot open the sender's memory."""
+        """Open one side of the connection; see `WeightTransport`. Raises `WeightSyncError` if there is not enough
+        memory for a version, or this process cannot open the sender's memory."""
         if side == "send":
             return SharedMemorySender(plan) if index == 0 else IdleSender()
         return SharedMemoryReceiver(plan, index)
 
 
 class SharedMemorySender(Sender):
-    """The end of training rank 0."""
+    """The sending side, at training rank 0."""
 
     def __init__(self, plan: TransferPlan):
         self._plan = plan
@@ -76,7 +77,7 @@ class SharedMemorySender(Sender):
         self._control[DESCRIPTOR] = buffer.descriptor
 
     def _find_unheld(self) -> SharedBuffer:
-        """Return a buffer that nobody holds, if necessary a new one, and free all other such buffers."""
+        """Return a buffer that nobody holds, if necessary a new buffer. Free all other buffers that nobody holds."""
         held = self._control.held_serials()
         free = [buffer for buffer in self._buffers if buffer.serial not in held] or [self._new_buffer()]
         self._buffers = [buffer for buffer in self._buffers if buffer.serial in held] + free[:1]
@@ -85,7 +86,7 @@ class SharedMemorySender(Sender):
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         control = self._control
         if version <= control.begun:
-            raise WeightSyncError(f"weight update {version} is not newer than {control.begun}, the last one begun")
+            raise WeightSyncError(f"weight update {version} must be newer than the last begun update, {control.begun}")
         control.check(version)
         control[BEGUN] = version  # from now on nobody can begin to hold an older version
         control.fence()
@@ -138,14 +139,14 @@ class SharedMemorySender(Sender):
         self._control.abort(version)
 
     def close(self) -> None:
-        """Close this end. A buffer is freed with the last receiver that holds it."""
+        """Close this side. A buffer is freed with the last receiver that holds it."""
         self._control[CLOSED] = 1
         self._control.segment.unlink()
         self._buffers.clear()
 
 
 class SharedMemoryReceiver(Receiver):
-    """A rollout replica's end."""
+    """The receiving side, at a rollout replica."""
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
@@ -155,7 +156,7 @@ class SharedMemoryReceiver(Receiver):
         except FileNotFoundError as error:
             raise WeightSyncError(
                 f"rollout replica {index} does not see the shared memory of training rank 0. Transport 'shared_memory' "
-                "needs both on one host; choose another transport."
+                "needs both processes on one host; choose another transport."
             ) from error
         self._line = self._control.line(index)
         self._buffers: list[SharedBuffer] = []  # mapped buffers: the newest, and all held buffers
@@ -164,7 +165,7 @@ class SharedMemoryReceiver(Receiver):
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield chunks with one common `memory`, or without it while an engine still holds several updates' memory."""
+        """Yield chunks that share one `memory`. If the engine holds the memory of too many updates, they have none."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(
@@ -196,7 +197,9 @@ class SharedMemoryReceiver(Receiver):
         """Check that the sender has not begun a newer update, whose bytes may overwrite those of this update."""
         begun = self._control.begun
         if begun != version:
-            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {begun}")
+            raise WeightSyncError(
+                f"the receiver waits for weight update {version}, but the trainer has already begun update {begun}"
+            )
 
     def _open_update(self, version: int) -> tuple[int, SharedBuffer]:
         """Return the number of the update's first bucket, and its buffer."""
@@ -234,6 +237,6 @@ class SharedMemoryReceiver(Receiver):
         self._control.abort(version)
 
     def close(self) -> None:
-        """Close this end. Held buffers stay."""
+        """Close this side. Held buffers stay."""
         self._control.closed = True
         self._buffers.clear()

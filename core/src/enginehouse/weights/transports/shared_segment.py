@@ -16,9 +16,9 @@ class SharedSegment:
     """Shared memory with a name.
 
     `SharedMemory` makes and removes the name, so that Python's resource tracker removes it if this process is killed.
-    It does not map the memory, for two reasons. Before Python 3.13, attaching registers the name with the attaching
-    process's tracker, which would remove it when that process ends. And its mapping cannot be closed while a tensor
-    views it.
+    The memory is not mapped by `SharedMemory`, for two reasons. Before Python 3.13, attaching registers the name with
+    the attaching process's tracker, which would remove the name when that process ends. And the mapping of a
+    `SharedMemory` cannot be closed while a tensor views it.
 
     Attributes:
         memory: the mapped bytes, writable. The mapping lives as long as an object refers to it.
@@ -31,7 +31,7 @@ class SharedSegment:
 
     @staticmethod
     def name_of(session: str) -> str:
-        """Return the name of a session's segment. It is short, because some systems allow 31 characters."""
+        """Return the name of a session's segment. It is short, because some systems allow only 31 characters."""
         return "eh-" + hashlib.blake2s(session.encode(), digest_size=10).hexdigest()
 
     @classmethod
@@ -41,7 +41,7 @@ class SharedSegment:
         try:
             owner = SharedMemory(name, create=True, size=size)
         except FileExistsError as error:
-            raise WeightSyncError(f"shared memory {name!r} exists already: one session has two senders") from error
+            raise WeightSyncError(f"a session must have one sender, but {name!r} exists in shared memory") from error
         owner.close()
         try:
             return cls(name, _map(name, allocate=True), owner)

@@ -34,7 +34,7 @@ class Store:
             self._publish(name, value)
 
     def put(self, name: str, value: bytes) -> None:
-        """Set a value, holding the barrier's `changed`."""
+        """Set a value. The caller holds the barrier's `changed`."""
         self._values[name] = value
         self._barrier.changed.notify_all()
 
@@ -44,7 +44,7 @@ class Store:
         with barrier.changed:
             barrier.changed.wait_for(lambda: name in self._values or bool(barrier.broken), deadline.left)
             if name not in self._values:
-                raise RuntimeError(f"the ranks did not meet: {barrier.broken or f'no {name!r}'}")
+                raise RuntimeError(f"the ranks could not connect: {barrier.broken or f'{name!r} did not arrive'}")
             return self._values[name]
 
     def for_group(self, prefix: str, deadline: Deadline) -> dist.Store:

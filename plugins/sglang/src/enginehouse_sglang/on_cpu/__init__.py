@@ -38,8 +38,8 @@ class NotOnCPU(NotImplementedError):
     def __init__(self, name: str):
         package = name.partition(".")[0]
         super().__init__(
-            f"{name} was called, and this is a CPU: {package} needs a GPU, and in its place is a stand-in of "
-            "enginehouse-sglang that can only be imported. What called it (see the traceback) cannot be used here"
+            f"{name} was called on a CPU, but {package} needs a GPU: enginehouse-sglang replaces it by a stand-in that "
+            "can only be imported. The code that called it (see the traceback) cannot be used on a CPU"
         )
 
 

@@ -1,6 +1,6 @@
 """Frees memory on a CPU when SGLang is told to, through its interface for plugins.
 
-SGLang frees memory by torch-memory-saver, which is for GPUs. On a CPU it only notes that it should.
+SGLang frees memory by torch-memory-saver, which is for GPUs. On a CPU it only records that memory is to be freed.
 """
 
 from __future__ import annotations

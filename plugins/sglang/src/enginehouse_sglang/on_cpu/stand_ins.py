@@ -68,7 +68,7 @@ class StandInModule(types.ModuleType):
 
 
 def make_stand_in(holder: Any, path: str, name: str) -> Any:
-    """Add a stand-in called `name` to `holder`, whose full name is `path`: a class if the name is written like one."""
+    """Add a stand-in called `name` to `holder`, whose full name is `path`: a class if it has a class's name."""
     is_class = name[0].isupper() and not name.isupper()
     stand_in = _make_class(path, name) if is_class else StandIn(f"{path}.{name}")
     setattr(holder, name, stand_in)

@@ -37,7 +37,7 @@ PADDED_ATTENTION = "sdpa"
 BLOCK = 128
 """Tokens of a block: the size that the kernels of `flex_attention` are written for."""
 AMPERE, HOPPER = 8, 9
-"""Major compute capabilities: the lowest that flash-attention supports, and the one that its version 3 needs."""
+"""Major compute capabilities: the lowest that flash-attention supports, and the capability that version 3 needs."""
 VARLEN = "varlen_attention"
 """Name under which torch's own flash-attention (`torch.nn.attention.varlen`) is registered with transformers."""
 
@@ -47,8 +47,9 @@ class AttentionChoices:
     """Attention functions of packed rows, by transformers' names.
 
     Attributes:
-        rows: takes the end of each row, like `flash_attention_2`; None: rows that share no prompt are padded.
-        trees: takes a block mask, like `flex_attention`; None: trees are padded and have a dense mask.
+        rows: function that takes the end of each row, like `flash_attention_2`; None: rows without a shared prompt are
+            padded.
+        trees: function that takes a block mask, like `flex_attention`; None: trees are padded and have a dense mask.
     """
 
     rows: str | None = None
@@ -63,7 +64,8 @@ PADDED = AttentionChoices()
 
 GRAPHS = 64
 """Maximum number of `flex_attention` graphs that a process compiles. A model needs several: with and without gradients,
-for one block and for many. Beyond torch's default, 8, it runs uncompiled and computes scores of all pairs of tokens."""
+for one block and for many. Beyond torch's default, 8, `flex_attention` runs uncompiled and computes scores of all pairs
+of tokens."""
 
 
 def expect_graphs() -> None:
@@ -174,7 +176,7 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
 
 
 def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
-    """Return a packed layout's mask as blocks, with segments inside partial ones, instead of all pairs of tokens."""
+    """Return a packed layout's mask by blocks of tokens instead of all pairs. In partial blocks, segments decide."""
     from torch.nn.attention.flex_attention import BlockMask
 
     own, prompt = (torch.from_numpy(part.astype(np.int32)).to(device, non_blocking=True) for part in layout.segments())
@@ -191,7 +193,7 @@ def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
 
 
 def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each query block's number of key blocks, and all key blocks with these first; both int32."""
+    """Return the number of key blocks of each query block, and all key blocks, with these first. Both are int32."""
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32))[None, None].to(device, non_blocking=True)

@@ -1,13 +1,13 @@
-"""Checkpoints of all torch engines, by torch.distributed.checkpoint: each rank writes its part, any number can read.
+"""Checkpoints of all torch engines, by torch.distributed.checkpoint. Each rank writes its part; any number can read.
 
 The format is the same for every engine and number of ranks, so any engine can continue from it. Entries:
 `model.<name>` (float32, the dtype of updates), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
 `optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears complete or not at all: it is written under
-another name beside its own, and moved once every rank is done. A failure on one rank is raised on all ranks: code that
-can fail on a rank runs either in a step that torch guards itself or in `on_every_rank`.
+a temporary name, and renamed once every rank is done. A failure on one rank is raised on all ranks: code that can fail
+on a rank runs either in a step that torch guards itself or in `on_every_rank`.
 
-The files `*.distcp` hold only tensors. `.metadata`, which says where each tensor lies, is a pickle. Reading it creates
-only the classes that such a file consists of and changes nothing else, so a stranger's checkpoint cannot run code.
+The files `*.distcp` hold only tensors. `.metadata`, which says where each tensor is stored, is a pickle. Reading it
+creates only objects of the classes that such a file needs, so a checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TrainState:
         return tensors
 
     def to_write(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return all tensors to write, floating-point ones in float32, and the random states of this `rank` only."""
+        """Return all tensors to write, with floating point as float32, and the random states of this `rank` only."""
         written = {name: t.float() if t.is_floating_point() else t for name, t in self.tensors().items()}
         if self.optimizer is not None:
             written["optimizer.step"] = torch.tensor(self.optimizer.step_number)
@@ -186,7 +186,7 @@ class BackgroundSave:
 def load(
     path: str, state: TrainState, ranks: Ranks, check: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Overwrite the tensors of `state` with those in the directory `path` of any torch engine; collective.
+    """Overwrite the tensors of `state` with a checkpoint of any torch engine in the directory `path`; collective.
 
     A rank without a random state in the checkpoint keeps its own.
 
@@ -266,7 +266,7 @@ class _Writer(dcp.FileSystemWriter):
         return on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """On rank 0 move the directory into place once all ranks have written; every rank raises a failure."""
+        """On rank 0 move the directory into place once all ranks have written. A failure is raised on every rank."""
         super().finish(metadata, results)
         move_into_place(self._partial, self._target)
 
@@ -300,12 +300,12 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint consists of")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
 
     def load_build(self) -> None:
         changed = self.stack[-2]
         if isinstance(changed, type) or not is_dataclass(changed):
-            raise pickle.UnpicklingError(f"it sets the state of {changed!r}, which no checkpoint does")
+            raise pickle.UnpicklingError(f"it changes the state of {changed!r}, which no checkpoint needs")
         super().load_build()  # type: ignore[misc]  # typeshed lacks it
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -350,7 +350,7 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to read it unsafely
-        return "a file holds bytes that are no tensor"
+        return "a file holds bytes that are not a tensor"
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -372,14 +372,14 @@ def _read_metadata(path: str) -> dcp.Metadata:
         with open(file, "rb") as stream:
             metadata = _Unpickler(stream).load()
         if not isinstance(metadata, dcp.Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            raise pickle.UnpicklingError(f"it must hold metadata of a checkpoint, not a {type(metadata).__name__}")
     except Exception as error:  # a damaged pickle raises almost any exception
         raise CheckpointError(f"checkpoint {path!r} has a damaged .metadata: {error}") from error
     return metadata
 
 
 def _check_files(path: str, metadata: dcp.Metadata) -> None:
-    """Raise unless every file has the length that `metadata` says."""
+    """Raise an error unless every file has the length that `metadata` states."""
     lengths: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
@@ -392,7 +392,7 @@ def _check_files(path: str, metadata: dcp.Metadata) -> None:
 
 
 def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless the checkpoint has the requested parts and tensors, in the same shapes."""
+    """Raise an error unless the checkpoint has the requested parts and tensors, in the same shapes."""
     stored = {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
     saved_parts = [part for part in PARTS if any(name.startswith(f"{part}.") for name in stored)]
     requested = (state.model is not None, state.optimizer is not None, state.rng)
@@ -405,14 +405,17 @@ def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors
     lacking = sorted(name for name in tensors if name not in stored)
     if lacking:
         close = difflib.get_close_matches(lacking[0], sorted(stored), n=1)
-        nearest = f"; the nearest it has is {close[0]!r}" if close else ""
-        raise CheckpointError(f"checkpoint {path!r} lacks {lacking[0]!r} ({len(lacking)} such{nearest}): {reason}")
+        nearest = f"; nearest name: {close[0]!r}" if close else ""
+        count = len(lacking)
+        raise CheckpointError(f"checkpoint {path!r} lacks {lacking[0]!r} ({count} in all{nearest}): {reason}")
     if state.model is not None:
         unknown = sorted(name for name in stored if name.startswith("model.") and name not in tensors)
         if unknown:
-            raise CheckpointError(f"checkpoint {path!r} has an unknown {unknown[0]!r} ({len(unknown)} such): {reason}")
+            count = len(unknown)
+            raise CheckpointError(f"checkpoint {path!r} has an unknown entry {unknown[0]!r} ({count} in all): {reason}")
     for name, tensor in tensors.items():
         if stored[name] != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name!r} in checkpoint {path!r} has shape {stored[name]}, here {tuple(tensor.shape)}: {reason}"
+                f"{name!r} in checkpoint {path!r} has shape {stored[name]}, but this engine's has "
+                f"{tuple(tensor.shape)}: {reason}"
             )

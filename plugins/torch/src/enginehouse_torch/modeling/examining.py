@@ -20,7 +20,7 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 
 def examine(spec: ModelSpec) -> tuple[str, ...]:
-    """Check that transformers has a class for the model, that engines here can train it, and that it reads the files.
+    """Check that transformers has a class for the model, that the class reads the files, and that engines can train it.
 
     Returns:
         Notes on the tensors that are not trained, one sentence each.
@@ -40,8 +40,8 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
     model, _ = _examine_cached(spec, _stamps(spec))
     if getattr(model, "_is_stateful", False):
         raise ModelError(
-            f"{spec.path!r} is a {type(model).__name__}, some of whose layers have a state that is no keys and values: "
-            "the torch rollout engine does not sample it; choose another rollout engine"
+            f"{spec.path!r} is a {type(model).__name__}, and some of its layers keep state other than keys and values: "
+            "the torch rollout engine cannot generate with it; choose another rollout engine"
         )
     return ()
 

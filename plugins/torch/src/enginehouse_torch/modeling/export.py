@@ -105,10 +105,10 @@ def write_companions(
 ) -> None:
     """Write everything beside a model's weights: copies of the files in its directory, and its configs.
 
-    The config is the directory's, with the dtype of the written weights, so that the same programs can read both. If
-    some of the directory's weights were left out (an engine writes without `Holding`), it is the config of the class,
-    which describes only what the class reads. A model with a value head is described as transformers'
-    `...ForSequenceClassification` with one label.
+    The written config is that of the model's directory, with the dtype of the written weights, so that the same
+    programs can read both. If some of the directory's weights were left out (an engine writes without `Holding`), the
+    config of the model's class is written, which describes only what the class reads. A model with a value head is
+    described as transformers' `...ForSequenceClassification` with one label.
 
     Args:
         directory: an existing directory.

@@ -33,8 +33,8 @@ def parts_of(what: tuple[str, ...]) -> tuple[str, ...]:
 def describe_alternative(directory: Path) -> str:
     """Describe what a directory holds in place of a checkpoint, as the end of an error message; empty if nothing."""
     if (directory / "config.json").is_file():
-        return ": it is a Hugging Face model, which an engine starts from as its model path"
+        return ": it is a Hugging Face model; use it as the path of the engine's model"
     if (before := find_set_aside(directory)) is not None:
         # Loading does not rename it back, because the process that replaces it may be alive, between its two renames.
-        return f"; a save was killed as it replaced it: rename {str(before)!r}, which is the one before"
+        return f"; a save was killed while it replaced the checkpoint: rename {str(before)!r}, which is the earlier one"
     return ""

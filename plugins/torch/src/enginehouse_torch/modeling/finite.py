@@ -41,7 +41,7 @@ def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> Non
         f"optimizer step {step} left weights that are not finite: {_join(list(dict.fromkeys(names)))}. The step's lr "
         f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. These weights are "
         "neither served nor saved. Try a smaller lr, more warmup_steps or a smaller max_grad_norm; lr times "
-        "weight_decay has to be far below 1"
+        "weight_decay must be far below 1"
     )
 
 

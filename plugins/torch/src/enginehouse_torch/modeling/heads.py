@@ -36,7 +36,7 @@ def check_outputs(has_values: bool, outputs: Outputs) -> None:
             'Outputs(logprobs=False, values=True), or set ModelSpec(head="causal_lm")'
         )
     if not outputs.temperature > 0:
-        raise EnginehouseError(f"temperature is {outputs.temperature}; logprobs need a temperature above 0")
+        raise EnginehouseError(f"temperature must be above 0 for logprobs, not {outputs.temperature}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ _heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictio
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Return True if the head is a plain linear layer whose logits the model returns unchanged; tried once, on a token.
+    """Return True if the head is a linear layer whose logits the model returns unchanged. It is tried once, on a token.
 
     The logits themselves are needed if the model scales, caps or masks them, or if the head has an adapter.
     """

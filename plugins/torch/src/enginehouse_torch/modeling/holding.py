@@ -1,4 +1,4 @@
-"""Holding: the tensors of a model's directory that the model reads, and those that an export copies unchanged.
+"""Holding: the tensors of a model's directory that the model reads, and tensors that an export copies unchanged.
 
 The model's class reads a stored tensor through the class's own mapping of names. A tensor that the class does not read
 must belong to a part that the class does not compute (a prediction head, a vision tower, a further layer), else the
@@ -33,7 +33,7 @@ EARLIER_VALUE_HEAD = "value_head"
 HEADS = frozenset({f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight"})
 
 COPIED = ("*.json", "*.jinja", "*.py", "*.txt", "LICENSE*", "NOTICE*", *TOKENIZER_FILES)
-"""Files of a model's directory that an export copies; `IN_FOLDERS` are the ones it copies from subfolders."""
+"""Files of a model's directory that an export copies. Files of `IN_FOLDERS` are also copied from subfolders."""
 IN_FOLDERS = ("*.py", "*.jinja")
 NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_config.json", "trainer_state.json")
 """Files that an export writes itself, and files of other weights."""
@@ -41,7 +41,7 @@ NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The tensors of a model's directory that the model reads, and those that an export copies unchanged.
+    """The tensors of a model's directory that the model reads, and tensors that an export copies unchanged.
 
     Attributes:
         path: the directory.
@@ -131,19 +131,19 @@ class Holding:
         for name, shape in stored_shapes(self.path).items():
             if name in shapes and shape != shapes[name]:
                 raise ModelError(
-                    f"the weights in '{self.path}' are not those of its config.json: {name} has the shape {shape}, and "
-                    f"the config makes it {shapes[name]}"
+                    f"the weights in '{self.path}' do not fit its config.json: {name} has the shape {shape}, but the "
+                    f"config requires {shapes[name]}"
                 )
 
     def describe_export(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
-        """Describe all tensors of an export in the order of `complete`, given those of a weight source."""
+        """Describe all tensors of an export in the order of `complete`, given the tensors of a weight source."""
         for meta in parameters:
             yield meta
             yield from (replace(meta, name=twin) for twin in self.twins.get(meta.name, ()))
         yield from self.aside
 
     def complete(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of an export: those of a weight source, and those copied from the directory.
+        """Yield all tensors of an export: the tensors of a weight source, and tensors copied from the directory.
 
         Args:
             weights: the tensors of a weight source.
@@ -163,17 +163,17 @@ class Holding:
         sentences = []
         if self.aside:
             summary = _summarize(meta.name for meta in self.aside)
-            sentences.append(f"the model's class does not read {summary}: not trained, and in the export as they were")
+            sentences.append(f"the model's class does not read {summary}: they are not trained, but exported unchanged")
         if self.untouched:
             sentences.append(
-                f"no text goes through {_summarize(self.untouched)}: not trained, and in the export as they were"
+                f"no text reaches {_summarize(self.untouched)}: they are not trained, but exported unchanged"
             )
         return sentences
 
 
 OF_A_CLASS = (
     "the model's class",
-    "look at what config.json says of these parts (biases, norms, quantization), or take the model's own code "
+    "check what config.json says about these parts (biases, norms, quantization), or use the model's own code "
     "(model.trust_remote_code)",
 )
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
@@ -196,8 +196,8 @@ def check_unread(
     inside = [name for name in unread if parts & set(_enclosing_parts(name)) and not of_no_use.search(name)]
     if inside:
         raise ModelError(
-            f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, in parts of "
-            f"the model of which it reads the rest: without them this would be another model; {whose[1]}"
+            f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, although it "
+            f"reads the rest of these parts: without these tensors this would be another model; {whose[1]}"
         )
 
 

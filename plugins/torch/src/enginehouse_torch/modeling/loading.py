@@ -33,8 +33,8 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     `torch.nn.Linear(hidden, 1)` without bias: `score.weight` of the checkpoint if it has one, else zeros.
 
     Raises:
-        ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
-            language model, or lacks weights, or holds weights that belong to another model or are not finite; the
+        ModelError: the directory is missing, is not a model, is of a kind that transformers cannot load as a causal
+            language model, or lacks weights, or holds weights that belong to another model or are not finite. The
             cause is chained.
     """
     return load_with_holding(spec, device)[0]
@@ -73,7 +73,8 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
 def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
     """Build a model in float32 without its weights; raise as `load_model` does.
 
-    Parameters are created within `empty`. If it is None, parameters and buffers are on the meta device.
+    Parameters are created within the context `empty`. If `empty` is None, parameters and buffers are on the meta
+    device.
     """
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +110,7 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
     if not custom and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         reason = f"transformers has no causal language model of model_type {config.model_type!r}"
     elif not custom and type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
-        reason = "it is an encoder, whose tokens attend to those after them (config.json says is_decoder: false)"
+        reason = "it is an encoder, whose tokens attend to later tokens (config.json says is_decoder: false)"
     elif missing := [name for name in NEEDED if getattr(text, name, None) is None]:
         reason = f"its config has no {' and no '.join(missing)}"
         if "num_attention_heads" in missing:
@@ -127,7 +128,7 @@ NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size
 
 @contextmanager
 def explain_errors(spec: ModelSpec) -> Iterator[None]:
-    """Turn an error in the block, except running out of memory, into one that names the model.
+    """Turn an error in the block, except running out of memory, into an error that names the model.
 
     Raises:
         ModelError: the error is its cause.
@@ -143,7 +144,7 @@ def explain_errors(spec: ModelSpec) -> Iterator[None]:
 
 
 def model_directory(spec: ModelSpec) -> Path:
-    """Return a model's directory after checking its files, and that it has no other head in place of a value head.
+    """Return a model's directory. Check its files, and that it has no other head where a value head is needed.
 
     Raises:
         ModelError: the directory is missing, holds no config or no weights, or has a head that is not a value head.
@@ -168,7 +169,7 @@ def _check_value_head(path: Path) -> None:
     weight = read_tensor(path, head) if head in stored else None
     reason = ""
     if weight is not None and (weight.dim() != 2 or weight.shape[0] != 1):
-        reason = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row a label"
+        reason = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row for each label"
     elif f"{VALUE_HEAD}.bias" in stored:
         reason = f"it has {VALUE_HEAD}.bias"
     elif weight is None and architecture.endswith("Classification"):
@@ -176,7 +177,7 @@ def _check_value_head(path: Path) -> None:
         reason = f"it is a {architecture} with {listed(heads) if heads else 'no such weight in its safetensors files'}"
     if reason:
         raise ModelError(
-            f"the head in {str(path)!r} is no value head: {reason}; a value head is {VALUE_HEAD}.weight of the shape "
+            f"the head in {str(path)!r} is no value head: {reason}. A value head must be {VALUE_HEAD}.weight of shape "
             "(1, hidden) without a bias, as in transformers' ForSequenceClassification with num_labels=1"
         )
 
@@ -218,7 +219,7 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
         return torch.zeros(1, hidden)
     stored = read_tensor(path, name)
     if tuple(stored.shape) != (1, hidden):
-        raise ModelError(f"{name} in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
+        raise ModelError(f"{name} in {spec.path!r} must have shape {(1, hidden)}, not {tuple(stored.shape)}")
     return stored
 
 

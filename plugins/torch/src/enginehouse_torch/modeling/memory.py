@@ -1,4 +1,4 @@
-"""Keeps the host's freed memory, and turns running out of memory, on host or device, into one error."""
+"""Keeps the host's freed memory, and turns running out of memory, on host or device, into one kind of error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class MemoryGuard:
         """Guard a block.
 
         Args:
-            doing: the block's action, in the words of the message.
+            doing: description of the block's action, for the message.
 
         Raises:
             OutOfMemory: memory ran out in the block; the cause is chained.

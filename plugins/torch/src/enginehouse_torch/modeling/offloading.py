@@ -54,7 +54,7 @@ class Offloading:
         """Offload the tensors of `tags`; their memory on the device is free on return.
 
         Raises:
-            EnginehouseError: a tag is unknown, or there is no room for its tensors, which are then all back.
+            EnginehouseError: a tag is unknown, or there is no room for its tensors. No tensor is offloaded then.
         """
         missing = [tag for tag in self._expand(tags) if tag not in self._away]
         if not missing:
@@ -85,7 +85,7 @@ class Offloading:
             self._away.pop(tag, None)
 
     def _put_away(self, storages: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[OffloadedStorage]:
-        """Offload all storages, or none if one fails."""
+        """Offload all storages, or none of them if an error occurs."""
         done: list[OffloadedStorage] = []
         try:
             if room is not None:
@@ -101,7 +101,7 @@ class Offloading:
         return done
 
     def need(self, *tags: Tag, to: str) -> None:
-        """Raise unless all of `tags` are on the device.
+        """Check that all of `tags` are on the device.
 
         Raises:
             EnginehouseError: a tag is offloaded.
@@ -113,7 +113,7 @@ class Offloading:
     def _expand(self, tags: tuple[str, ...]) -> list[Tag]:
         if unknown := sorted(set(tags) - {*TAGS, "*"}):
             raise EnginehouseError(
-                f"{self._where}: nothing called {unknown[0]!r} can be offloaded; there are {', '.join(TAGS)}, or '*'"
+                f"{self._where}: unknown tag {unknown[0]!r}: state is offloaded by the tags {', '.join(TAGS)} and '*'"
             )
         return [tag for tag in TAGS if "*" in tags or tag in tags]
 
@@ -200,7 +200,7 @@ def _write_file(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
         file.close()
         raise EnginehouseError(
             f"{where}: there is no room in {tempfile.gettempdir()} for offloaded state; set TMPDIR to a directory "
-            f"with more: {error}"
+            f"with more space: {error}"
         ) from error
     return file
 

@@ -58,7 +58,7 @@ class TreeLayout:
             None if no tree has a shared prompt, so that plain causal attention and positions suffice.
         predictor: for each needed token, the flat input position whose output predicts it.
         needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
-        packed: tokens of each tree of the one sequence; None if each tree is a padded sequence.
+        packed: number of tokens of each tree, if all trees are in one sequence; None if each tree is a padded sequence.
         rows: for each tree, the length of its row and its number of tokens in the layout; None if a tree has several
             rows.
     """
@@ -81,7 +81,7 @@ class TreeLayout:
         return allowed[:, None]
 
     def segments(self) -> tuple[Indices, Indices]:
-        """Return each position's segment in a packed sequence, and that of the prompt it continues; both `(length,)`.
+        """Return each position's segment in a packed sequence, and the segment of its prompt; both `(length,)`.
 
         A segment is a shared prompt, or the rest of a row; segments are numbered in order. Without a shared prompt both
         results are equal. A position attends to earlier positions of either segment, and to itself.
@@ -100,8 +100,8 @@ class TreeLayout:
             size: positions per block; the last block may have fewer.
 
         Returns:
-            The pairs in which some query may attend to some key, with a few more; and the pairs in which every query
-            may attend to every key.
+            The pairs in which some query may attend to some key, and perhaps a few other pairs; and the pairs in which
+            every query may attend to every key.
         """
         own, prompt = self.segments()
         first = np.arange(0, len(own), size)

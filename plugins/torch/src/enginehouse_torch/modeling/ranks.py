@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def join(cls, context: ProcessContext, *, alone: bool = False) -> Ranks:
-        """Join the group of `context`, or use the one that another role of this process has joined.
+        """Join the group of `context`, or use the group that another role of this process has joined.
 
         Args:
             context: this process's place.
@@ -115,7 +115,7 @@ class Ranks:
 
     @contextmanager
     def left_if_alone(self) -> Iterator[None]:
-        """Leave the group if the block, for instance a setup, fails, so that the process's next user can create one.
+        """Leave the group if the block fails, such as a setup, so that the process's next user can create a group.
 
         Does nothing with several ranks: other ranks may wait in a collective, which the end of this process ends.
         """

@@ -1,8 +1,8 @@
 """Rotary positions whose frequencies depend on the longest row of a pass, computed for each row as if it were alone.
 
 In transformers `dynamic` and `longrope` take their frequencies from the largest position of a call, `dynamic` from
-earlier calls too, so a row would score differently beside a longer one. Here each row's cosines and sines are those
-that the module itself returns for a row of that length.
+earlier calls too, so a row would score differently beside a longer row. Here each row gets the cosines and sines that
+the module itself returns for a row of that length.
 """
 
 from __future__ import annotations

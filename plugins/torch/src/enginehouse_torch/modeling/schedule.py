@@ -48,6 +48,6 @@ def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, 
         matching = [name for name in factors if fnmatchcase(name, pattern)]
         if not matching:
             patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in factors}
-            raise ConfigError(f"lr_groups: no trained parameter is called {pattern!r}. {nearest(pattern, patterns)}")
+            raise ConfigError(f"lr_groups: no trained parameter matches {pattern!r}. {nearest(pattern, patterns)}")
         factors |= dict.fromkeys(matching, factor)
     return factors

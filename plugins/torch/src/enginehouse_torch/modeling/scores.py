@@ -218,9 +218,10 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
     Args:
         logits: not changed.
         column: int64 `(tokens,)`, the column of each target.
-        stats: `(4, tokens)`, written: the largest logit; and after subtracting it from the logits, the sum of their
-            exponentials, the target's logit, and the sum weighted by the exponentials, which stays 0 without entropy.
-        with_entropy: True if the last of `stats` is computed.
+        stats: `(4, tokens)`, the output. Its first row has the largest logit, which is subtracted from all logits. The
+            other rows have the sum of the exponentials, the target's logit, and the sum of the logits weighted by their
+            exponentials.
+        with_entropy: False: the last row of `stats` stays 0.
     """
     lowest = torch.finfo(logits.dtype).min
     if not logits.shape[1]:
@@ -237,7 +238,7 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
 
 
 def _join_ranks(stats: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
-    """Combine the ranks' statistics into those of all columns; collective."""
+    """Combine the ranks' statistics into statistics of all columns; collective."""
     largest, total, chosen, weighted = stats
     own = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
@@ -252,8 +253,8 @@ def _join_ranks(stats: torch.Tensor, targets: torch.Tensor, split: Split, column
 
 
 def _find_columns(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the targets' columns, counted from token `first`, and a mask of the targets inside; all other targets get
-    column 0."""
+    """Return the targets' columns, counted from token `first`, and a mask of the targets that have a column. All other
+    targets get column 0."""
     column = targets - first
     inside = (column >= 0) & (column < columns)
     return torch.where(inside, column, 0), inside
@@ -278,13 +279,16 @@ def _accumulate(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(length: int, each: int) -> Iterator[slice]:
-    """Cut `length` into parts of `each`; at least one, which may be empty."""
+    """Cut `length` into parts of size `each`. There is at least one part, which may be empty."""
     each = max(1, each)
     return (slice(begin, min(begin + each, length)) for begin in range(0, max(1, length), each))
 
 
 def _block_size(other: int) -> int:
-    """Return how many rows fit a block of `other` columns, or columns of rows; a multiple of 64 if more than 64 do."""
+    """Return the number of rows that fit a block of `other` columns, or of columns that fit a block of `other` rows.
+
+    It is a multiple of 64 if more than 64 fit.
+    """
     most = max(1, BLOCK // max(1, other))
     return most - most % 64 if most > 64 else most
 

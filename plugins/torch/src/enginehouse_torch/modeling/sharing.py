@@ -51,7 +51,7 @@ def mask_cost(model: PreTrainedModel, attention: AttentionChoices, device: torch
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return the multiplications of one token attending to another, relative to those of a token's matrix products."""
+    """Return the multiplications for a token to attend to another, relative to those of a token's matrix products."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -93,8 +93,8 @@ def try_attention(
     if wanted != "auto" and (rows != chosen.rows or (share_prompts and trees != chosen.trees)):
         failed = chosen.rows if rows != chosen.rows else chosen.trees
         raise ConfigError(
-            f"attention={wanted}: {type(model).__name__} does not compute the same by {failed} as by "
-            f"{PADDED_ATTENTION}, or not at all (the log says which); use attention=auto"
+            f"attention={wanted}: {type(model).__name__} has other results with {failed} than with "
+            f"{PADDED_ATTENTION}, or fails with it (see the log); use attention=auto"
         )
     attention = AttentionChoices(rows, trees)
     return attention, share_prompts and (trees is not None or can_share_prompts(model, dtype, attention))
@@ -127,12 +127,12 @@ def _computes_the_same(
         difference, mistake = _probe(model, config.vocab_size, attention, what, response_tokens)
     except Exception as error:
         logger.log(level, "%s are not computed by %s: %s: %s", what, label, type(error).__name__, error)
-        logger.debug("the same with where it was raised", exc_info=True)
+        logger.debug("the traceback of this error", exc_info=True)
         return False
     finally:
         attend_by(model, PADDED_ATTENTION)
     if not (difference <= TOLERANCE.get(dtype, 0.0) and CLEARLY * difference <= mistake):
-        logger.log(level, "%s are not computed by %s: off by %g, mixed-up rows by %g", what, label, difference, mistake)
+        logger.log(level, "%s are not computed by %s: wrong by %g, mixed rows by %g", what, label, difference, mistake)
         return False
     return True
 
@@ -143,8 +143,8 @@ def _probe(
 ) -> tuple[float, float]:
     """Return the largest logprob differences of two separate rows from `what`, and from both rows as one row.
 
-    The first row's response has `long` tokens, because on a GPU `flex_attention` uses other kernels below one block
-    than in training.
+    The first row's response has `long` tokens. On a GPU it must fill a block, because `flex_attention` uses other
+    kernels for less than one block.
     """
     prompt, first, second = [1, 2, 3, 4], list(range(12, 12 + long)), [8, 9, 10, 11]
     has_values = hasattr(model, VALUE_HEAD)

@@ -1,4 +1,4 @@
-"""The form of a model's weights in its Hugging Face checkpoint, if transformers runs them in another form.
+"""The layout of a model's weights in its Hugging Face checkpoint, if transformers holds them in another layout.
 
 Experts are the main case. A checkpoint holds three matrices for each expert. The model holds one tensor with the gate
 and up projections of all experts, and one with their down projections. Every stored tensor then consists of rows of one
@@ -51,7 +51,7 @@ class StoredForm:
     """The names and parts under which a checkpoint stores a model's tensors.
 
     Args:
-        parts: parts of each of the model's tensors that is stored in another form, by its name in the model.
+        parts: parts of each of the model's tensors that is stored in another layout, by its name in the model.
     """
 
     def __init__(self, parts: Mapping[str, tuple[StoredPart, ...]]):
@@ -59,7 +59,7 @@ class StoredForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: frozenset[str]) -> StoredForm:
-        """Find the form by letting transformers store row numbers in place of the rows.
+        """Find the stored parts by letting transformers store row numbers in place of the rows.
 
         Args:
             model: on any device, the meta device included, because its values are not read.
@@ -87,8 +87,8 @@ class StoredForm:
             stored_rows = revert_weight_conversion(model, dict(numbers))
         except Exception as error:
             raise ModelError(
-                f"{type(model).__name__} stores its weights in another form than it runs them, and transformers cannot "
-                f"say in which: {type(error).__name__}: {error}"
+                f"{type(model).__name__} stores its weights in another layout than it holds them, and transformers "
+                f"cannot convert them: {type(error).__name__}: {error}"
             ) from error
         owner = {int(rows.flatten()[0]): name for name, rows in numbers.items() if rows.numel()}
         begins = torch.tensor(sorted(owner))
@@ -121,6 +121,6 @@ def _locate(model: PreTrainedModel, stored_name: str, rows: torch.Tensor, name: 
         if torch.equal(part.cut(own), rows):
             return part
     raise ModelError(
-        f"{type(model).__name__} stores {stored_name!r} in another form than it runs it, and not as rows of its "
-        f"{name!r}: this form is not supported"
+        f"{type(model).__name__} stores {stored_name!r} in a layout that is not supported: it must consist of rows of "
+        f"the model's {name!r}"
     )

@@ -1,6 +1,6 @@
 """A causal LM that takes batches and returns per-token outputs and gradients, in micro-batches under a token budget.
 
-All training engines in torch use it. Results never depend on how a batch was cut.
+All training engines in torch use it. Results never depend on how a batch was split.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class TokenModel:
         share_prompts: True if rows with the same prompt may compute it once, provided that the model supports it.
         dtype: the dtype that the model computes in; None: that of its parameters.
         attention: the option `attention` (`sharing.try_attention`); any but `"sdpa"` changes the model's attention.
-        passes: for ranks that must run the model together (sharded parameters): maps this rank's number of forward
-            passes to that of all ranks. A rank runs its additional passes on one token, which does not count.
+        passes: for ranks that must run the model together (sharded parameters): maps the number of forward passes that
+            this rank needs to the number that all ranks run. A rank runs its additional passes on one token, which does
+            not count.
         during: entered around each pass and each loss, with a description of it (`MemoryGuard.during`).
 
     Attributes:
