@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 
 import torch
 
 from enginehouse.controller import register
-from enginehouse.engines.rollout import PauseMode
-from enginehouse.engines.weights import ArrivedSums
+from enginehouse.engines.rollout import GenerateRequest, PauseMode, SamplingParams
+from enginehouse.engines.weights import ArrivedSums, WeightState
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 
 CHANGE = 1.0 + 2.0**-20
@@ -70,3 +72,45 @@ class TimedRolloutWorker(RolloutWorker):
     async def staged(self) -> float:
         """Return the time when the last update was completely staged, by the same clock."""
         return self._staged
+
+    async def commit_weights(self, version: int) -> WeightState:
+        """See `RolloutWorker`."""
+        begun = time.monotonic()
+        state = await super().commit_weights(version)
+        self._commit_seconds = time.monotonic() - begun
+        return state
+
+    @register
+    async def commit_seconds(self) -> float:
+        """Return the duration of the last switch."""
+        return self._commit_seconds
+
+    @register
+    async def forget_staging(self) -> None:
+        """Pause for whole updates from now on, as for an engine that does not declare `stages_while_generating`."""
+        self.weights._stages_while_generating = False
+
+    @register
+    async def begin_load(self, requests: int, tokens: int) -> None:
+        """Keep this many requests in progress until `end_load`, each with this many tokens."""
+        self._ended: list[tuple[float, int]] = []
+        self._load = [asyncio.create_task(self._generate_again(number, tokens)) for number in range(requests)]
+
+    async def _generate_again(self, number: int, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        for count in itertools.count():
+            prompt = [3 + (number * 97 + count * 31) % 200, *range(4, 20)]
+            result = await self.requests.begin(GenerateRequest(f"load-{number}-{count}", prompt, sampling))
+            self._ended.append((time.monotonic(), sum(len(one.token_ids) for one in result.completions)))
+
+    @register(urgent=True)
+    async def ended(self) -> list[tuple[float, int]]:
+        """Return when each response ended, and its number of tokens."""
+        return self._ended
+
+    @register
+    async def end_load(self) -> None:
+        """End the requests that `begin_load` began."""
+        for task in self._load:
+            task.cancel()
+        await asyncio.gather(*self._load, return_exceptions=True)

@@ -216,6 +216,14 @@ class AppliedOnArrival(TorchRolloutEngine):
             self._weights._parameters[name].data.copy_(tensor)
 
 
+class AbortsToStage(TorchRolloutEngine):
+    """Ends what runs when an update begins."""
+
+    async def start_weight_update(self, update):
+        await self.abort()
+        await super().start_weight_update(update)
+
+
 class IncompleteTaken(TorchRolloutEngine):
     """Takes an update that lacks a parameter, with the old one in its place."""
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 DRAWN = {"token_ids", "logprobs", "many", "ends", "stop_strings"}
 PAUSES = {"pause_abort", "pause_wait", "pause_keep"}
-SERVED = {"update", "prefix_cache", "interrupted_update", "lent_weights"}
+SERVED = {"update", "prefix_cache", "interrupted_update", "staged_while_generating", "lent_weights"}
 
 MUTANTS = [
     ("OffByOne", {*DRAWN, "abort_one", "abort_all", "kept_whole", "sleep", *PAUSES, *SERVED}),
@@ -31,11 +31,12 @@ MUTANTS = [
     ("KeptAborted", {"pause_keep", "kept_whole"}),
     ("HealthOfTheDead", {"health"}),
     ("StaleReportedAsNew", {*PAUSES, *SERVED, "small_updates", "sleep"}),
-    ("AppliedOnArrival", {"interrupted_update", "lent_weights"}),
+    ("AppliedOnArrival", {"interrupted_update", "staged_while_generating", "lent_weights"}),
     ("IncompleteTaken", {"interrupted_update"}),
     ("PrefixKept", SERVED),
-    ("ChecksumOfStaged", {"interrupted_update"}),
-    ("StateOff", {"interrupted_update", "weight_version", "weight_checksums", "lent_weights"}),
+    ("ChecksumOfStaged", {"interrupted_update", "staged_while_generating"}),
+    ("AbortsToStage", {"staged_while_generating"}),
+    ("StateOff", {"interrupted_update", "staged_while_generating", "weight_version", "weight_checksums", "lent_weights"}),
     ("ProcessLeft", {"shutdown", "killed"}),
     ("LoadsAnything", {"unloadable"}),
     ("ThreadsTaken", {"colocates"}),

@@ -1,40 +1,45 @@
 """A replica's end of an update, with an engine that keeps what it is given."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk, WeightState
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk, WeightState, WeightSyncError
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.receiver import WeightReceiver
 
 
 class Keeping:
-    """An engine that keeps what it is given."""
+    """An engine that keeps what it is given, and notes its calls."""
 
     def __init__(self):
         self.given = {}
+        self.calls = []
 
     async def pause(self, mode):
-        pass
+        self.calls.append(f"pause {mode}")
 
     async def start_weight_update(self, update):
-        pass
+        self.calls.append("start")
 
     async def update_weights(self, chunk):
         self.given |= chunk.checksums
 
     async def finish_weight_update(self, version):
+        self.calls.append("finish")
         self.version = version
 
     async def abort_weight_update(self):
+        self.calls.append("abort")
         self.given = {}
 
     async def weight_state(self):
         return WeightState(self.version, self.given)
 
     async def resume(self):
-        pass
+        self.calls.append("resume")
 
 
 class Delivering:
@@ -88,3 +93,79 @@ async def test_an_abort_that_comes_late_leaves_a_newer_update_alone():
         await receiver.abort(1)
         committed = await receiver.commit(2)
     assert committed.version == engine.version == 2
+
+
+class Update:
+    """A receiver that is connected to an update of one parameter."""
+
+    def __init__(self, engine, thread, stages_while_generating, lends=False):
+        self.engine = engine
+        self.receiver = WeightReceiver(engine, "here", thread, stages_while_generating)
+        metas = (ParamMeta("a", "float32", (5,)),)
+        plan = TransferPlan("any", metas, ((0,),), 64, 1, "session", lends=lends)
+        self.receiver.connect(plan, Delivering(WeightChunk([("a", torch.arange(5.0))], {})))
+
+
+@pytest.fixture
+def update():
+    with ThreadPoolExecutor(1) as thread:
+        yield lambda stages, engine=None, **more: Update(engine or Keeping(), thread, stages, **more)
+
+
+async def test_an_engine_that_stages_while_it_generates_is_paused_only_for_the_switch(update):
+    given = update(True)
+    assert (await given.receiver.receive(1, 30.0, "keep")).generating
+    assert given.engine.calls == ["start"]
+    assert given.receiver.serving.is_set()
+    await given.receiver.commit(1)
+    assert given.engine.calls == ["start", "pause keep", "finish", "resume"]
+    assert not given.receiver.serving.is_set()
+    given.receiver.serve(1)
+    assert given.receiver.serving.is_set()
+
+
+@pytest.mark.parametrize(("stages", "lends"), [(False, False), (True, True)])
+async def test_other_engines_and_those_that_are_lent_weights_are_paused_before_the_first_byte(update, stages, lends):
+    given = update(stages, lends=lends)
+    assert not (await given.receiver.receive(1, 30.0, "keep")).generating
+    assert not given.receiver.serving.is_set()
+    await given.receiver.commit(1)
+    assert given.engine.calls == ["pause keep", "start", "finish", "resume"]
+
+
+async def test_an_abort_of_a_staged_update_touches_no_request(update):
+    given = update(True)
+    await given.receiver.receive(1, 30.0, "keep")
+    await given.receiver.abort(1)
+    assert given.engine.calls == ["start", "abort"]
+    assert given.receiver.serving.is_set()
+
+
+class NeverPausing(Keeping):
+    async def pause(self, mode):
+        await super().pause(mode)
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_does_not_pause_for_the_switch_serves_the_old_version_again(update):
+    given = update(True, NeverPausing())
+    await given.receiver.receive(1, 0.1, "wait")
+    with pytest.raises(WeightSyncError, match="here did not pause for weight update 1 within 0.1 s"):
+        await given.receiver.commit(1)
+    await given.receiver.abort(1)
+    assert given.engine.calls == ["start", "pause wait", "abort", "resume"]
+    assert given.receiver.serving.is_set()
+
+
+async def test_an_engine_that_runs_unverified_weights_is_paused_for_the_next_switch(update):
+    """After a failed verification the engine generates, though no request is answered."""
+    given = update(True)
+    await given.receiver.receive(1, 30.0, "keep")
+    await given.receiver.commit(1)
+    await given.receiver.abort(1)  # the effect check failed
+    given.engine.calls.clear()
+    await given.receiver.receive(2, 30.0, "keep")
+    await given.receiver.commit(2)
+    assert given.engine.calls == ["start", "pause keep", "finish", "resume"]
+    given.receiver.serve(2)
+    assert given.receiver.serving.is_set()

@@ -130,10 +130,12 @@ class RolloutEngine(Protocol):
     """One replica of an inference engine. All methods are awaited on one event loop, and none may block it.
 
     A weight update is `pause`, `start_weight_update`, `update_weights` for each chunk, `finish_weight_update` and
-    `resume`. The served weights are verified after `resume`, because a paused engine need not score prompts. Waiting
-    requests therefore continue before the verification, and `generate` may answer them at once. The worker returns a
-    completion only once its versions (`first_version` to `last_version`) are verified, and repeats the request if a
-    version never is.
+    `resume`. With the capability `stages_while_generating`, `pause` comes only before `finish_weight_update`.
+
+    The served weights are verified after `resume`, because a paused engine need not score prompts. Waiting requests
+    therefore continue before the verification, and `generate` may answer them at once. The worker returns a completion
+    only once its versions (`first_version` to `last_version`) are verified, and repeats the request if a version never
+    is.
     """
 
     async def launch(self, model: ModelSpec, options: Any, context: ProcessContext) -> Endpoint:
@@ -196,7 +198,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Prepare to stage a new version, while paused. The old version stays intact until `finish_weight_update`."""
+        """Prepare to stage a new version. The old version stays intact until `finish_weight_update`. The engine is
+        paused, unless it declares `stages_while_generating`."""
         ...
 
     async def update_weights(self, chunk: WeightChunk) -> None:

@@ -226,10 +226,12 @@ class ArrivedSums:
         parameters: `checksum` of each parameter by name.
         sent: `checksum` of each part by the name under which the senders return the part's checksum. A whole parameter
             is one part.
+        generating: True if the replica was not paused, and generates with the old weights until the switch.
     """
 
     parameters: Mapping[str, str]
     sent: Mapping[str, str]
+    generating: bool = False
 
 
 @dataclass(frozen=True, slots=True)

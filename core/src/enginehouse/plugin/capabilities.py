@@ -19,6 +19,7 @@ __all__ = [
     "SAME_PROCESS",
     "SEED",
     "SLEEP",
+    "STAGES_WHILE_GENERATING",
     "STOP_STRINGS",
     "VALUE_HEAD",
     "WEIGHT_CHECKSUMS",
@@ -55,6 +56,9 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 """`SamplingParams.prompt_logprobs` works. The effect check of a weight update needs it."""
 PAUSE_KEEP = "pause_keep"
 """`pause("keep")` works."""
+STAGES_WHILE_GENERATING = "stages_while_generating"
+"""`start_weight_update`, `update_weights` and `abort_weight_update` work while the engine generates, and change nothing
+that it computes. The engine is then paused only for `finish_weight_update`. Since 1.1."""
 SLEEP = "sleep"
 """`sleep` frees accelerator memory, and `wake_up` allocates it again."""
 WEIGHT_CHECKSUMS = "weight_checksums"
@@ -77,8 +81,8 @@ BY_KIND: dict[str, frozenset[str]] = {
         BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD,
     }),
     "rollout": frozenset({
-        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP, STOP_STRINGS,
-        WEIGHT_CHECKSUMS,
+        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP,
+        STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
     }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
 }  # fmt: skip

@@ -308,8 +308,11 @@ class RolloutWorker(Worker):
         self._name, self._endpoint = endpoint.engine, endpoint.url
         if endpoint.url:
             log.info("OpenAI clients are answered at %s", endpoint.url)
-        self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
-        seeds = capabilities.SEED in self._record.capabilities
+        able = self._record.capabilities
+        self._weights = WeightReceiver(
+            self.engine, str(self.context), self._thread, capabilities.STAGES_WHILE_GENERATING in able
+        )
+        seeds = capabilities.SEED in able
         self._requests = VerifiedRequestQueue(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
         return endpoint.engine
 
@@ -401,13 +404,15 @@ class RolloutWorker(Worker):
 
     @register(urgent=True)
     async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
-        """Pause, stage the weights that arrive as `version` beside the served weights, and return their checksums.
-        Raises `WeightSyncError` if the weights did not arrive completely. The old version is served again."""
+        """Stage the weights that arrive as `version` beside the served weights, and return their checksums. An engine
+        that does not declare `stages_while_generating` is paused first. Raises `WeightSyncError` if the weights did not
+        arrive completely. The old version is served again."""
         return await self.weights.receive(version, deadline_seconds, pause)
 
     @register(urgent=True)
     async def commit_weights(self, version: int) -> WeightState:
-        """Switch to the staged weights, and return the served state. `generate` answers only after `resume_weights`."""
+        """Pause, switch to the staged weights, and return the served state. `generate` answers only after
+        `resume_weights`."""
         return await self.weights.commit(version)
 
     @register(urgent=True)

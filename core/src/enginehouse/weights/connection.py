@@ -49,6 +49,7 @@ class WeightConnection:
         receivers: replicas of the current or the last connection.
         nbytes: bytes of the weights, counted once.
         in_flight: running calls of a transfer, of the trainer and of the replicas.
+        generating: True if all replicas generated during the last transfer.
         grace: seconds that the controller waits longer than the workers.
     """
 
@@ -60,6 +61,7 @@ class WeightConnection:
         self.plan: TransferPlan | None = None
         self.nbytes = 0
         self.in_flight: tuple[Future | Gathered, ...] = ()
+        self.generating = False
 
     def open(self, receivers: Members, transport: str = "") -> None:
         """Plan the transfer and open both ends.
@@ -96,7 +98,7 @@ class WeightConnection:
                 self.call_later(group, "close_weights", timeout=self.grace).result()
 
     def begin_transfer(self, version: int, pause: PauseMode) -> None:
-        """Start to receive on paused replicas, and to send on the trainer."""
+        """Start to receive on the replicas, and to send on the trainer. `pause` is their treatment of requests."""
         receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
         self.in_flight = (receiving,)
         self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
@@ -115,6 +117,7 @@ class WeightConnection:
             name = self.connected.name_of(place)
             compare_checksums(sent, sums.sent, name)
             compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, put together,")
+        self.generating = all(sums.generating for sums in arrived)
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:

@@ -30,21 +30,27 @@ T = TypeVar("T")
 class WeightReceiver:
     """Moves weights from a transport into an engine, which serves the old weights until `commit`.
 
-    All methods run on the engine's event loop, and a transport's waits run in `thread`. A paused engine scores no
-    prompts, so it resumes before the verification and continues its requests. Their results are held back
-    (`is_unverified`).
+    All methods run on the engine's event loop, and a transport's waits run in `thread`. An engine that stages while it
+    generates is paused at `commit`, and others at `receive`. A paused engine scores no prompts, so it resumes before
+    the verification and continues its requests. Their results are held back (`is_unverified`).
 
     Args:
         thread: executor with one thread, so that one thread uses a session.
+        stages_while_generating: True if the engine has the capability `stages_while_generating`.
 
     Attributes:
         serving: set while requests may be answered; clear from an update's pause to the end of its verification.
     """
 
-    def __init__(self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor):
+    def __init__(
+        self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor, stages_while_generating: bool = False
+    ):
         self._engine = engine
         self._where = where
         self._thread = thread
+        self._stages_while_generating = stages_while_generating
+        self._pausing: tuple[PauseMode, float] = "wait", 0.0  # of the update: treatment of requests, time limit
+        self._paused = False
         self._plan: TransferPlan | None = None
         self._session: TransportSession | None = None
         self._busy = asyncio.Lock()
@@ -68,32 +74,46 @@ class WeightReceiver:
             session.close()
 
     async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
-        """Pause the engine, stage `version`, and return the checksums at arrival. Raises `WeightSyncError` if the
-        version did not arrive completely; the engine then has resumed with the old version."""
+        """Stage `version`, and return the checksums at arrival. An engine that cannot stage while it generates is
+        paused first, and a loan needs a pause too, because the lent tensors are the new version already.
+
+        Args:
+            deadline_seconds: time limit of this call, and of a pause at `commit`.
+            pause: treatment of running requests.
+
+        Raises:
+            WeightSyncError: the version did not arrive completely. The engine serves the old version again.
+        """
         async with self._busy:
             plan, session = self._plan, self._session
             if plan is None or session is None:
                 raise WeightSyncError(f"{self._where} was sent weights before a transport was connected")
             if version <= self._aborted:
                 raise WeightUpdateAborted(f"{self._where}: weight update {version} was aborted")
-            self.serving.clear()
+            self._pausing = pause, deadline_seconds
+            pauses = plan.lends or not self._stages_while_generating
+            if pauses:
+                self._paused = True
+                self.serving.clear()
             chunks = session.recv(version, deadline_seconds)
             try:
-                return await asyncio.wait_for(self._take(chunks, version, plan, pause), deadline_seconds)
+                return await asyncio.wait_for(self._take(chunks, version, plan, pauses), deadline_seconds)
             except BaseException as error:
                 session.abort(version)
                 await self._on_thread(getattr(chunks, "close", lambda: None))
                 await self._give_up()
                 if isinstance(error, asyncio.TimeoutError):
+                    done = "pause and take" if pauses else "take"
                     raise WeightSyncError(
-                        f"{self._where} did not pause and take weight update {version} within {deadline_seconds:g} s"
+                        f"{self._where} did not {done} weight update {version} within {deadline_seconds:g} s"
                     ) from error
                 raise
 
     async def _take(
-        self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pause: PauseMode
+        self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool
     ) -> ArrivedSums:
-        await self._engine.pause(pause)
+        if pauses:
+            await self._engine.pause(self._pausing[0])
         await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))
         sums: dict[str, str] = {}
         sent: dict[str, str] = {}  # by the senders' names
@@ -112,7 +132,7 @@ class WeightReceiver:
         while (chunk := await self._on_thread(take)) is not None:
             await self._engine.update_weights(chunk)
         self._staged = WeightState(version, sums)
-        return ArrivedSums(parameters=sums, sent=sent)
+        return ArrivedSums(parameters=sums, sent=sent, generating=not pauses)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -120,24 +140,42 @@ class WeightReceiver:
     async def commit(self, version: int) -> WeightState:
         """Let the engine switch to the staged version, and return the state that it reports.
 
-        The engine resumes for the verification. `serving` stays clear until `serve`.
+        The engine is paused for the switch, and resumes for the verification. `serving` stays clear until `serve`.
 
         Raises:
-            WeightSyncError: this version is not staged; the engine failed to switch, and still has the old version; or
-                it does not serve the weights that arrived, and stays paused.
+            WeightSyncError: this version is not staged; the engine did not pause in time, or failed to switch, and
+                still has the old version; or it does not serve the weights that arrived, and stays paused.
         """
         async with self._busy:
             staged = self._staged
             if staged is None or version != staged.version:
                 present = "nothing" if staged is None else f"version {staged.version}"
                 raise WeightSyncError(f"{self._where} was told to serve version {version}, but {present} is staged")
+            if not self._paused:
+                await self._pause_for(version)
             self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
             state = await self._engine.weight_state()
             verify_state(state, version, staged.checksums, self._where)
-            await self._engine.resume()
+            await self._resume()
             return state
+
+    async def _pause_for(self, version: int) -> None:
+        """Pause the engine for the switch to a staged version."""
+        mode, seconds = self._pausing
+        self._paused = True
+        self.serving.clear()
+        try:
+            await asyncio.wait_for(self._engine.pause(mode), seconds)
+        except asyncio.TimeoutError as error:
+            raise WeightSyncError(
+                f"{self._where} did not pause for weight update {version} within {seconds:g} s"
+            ) from error
+
+    async def _resume(self) -> None:
+        await self._engine.resume()
+        self._paused = False
 
     def serve(self, version: int) -> None:
         """Answer requests with the committed `version`. Raises `WeightSyncError` if the version was not committed, or
@@ -177,7 +215,8 @@ class WeightReceiver:
         self._staged = None
         try:
             await self._engine.abort_weight_update()
-            await self._engine.resume()
+            if self._paused:
+                await self._resume()
         except Exception:
             log.exception("%s could not return to its old weights", self._where)
         if self._committed is None:  # else an earlier update was never verified

@@ -1,6 +1,9 @@
 """Sends the trainer's weights to rollout replicas by any transport. An update is verified, or it fails.
 
-    pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
+    send || stage -> compare bytes -> pause -> switch -> compare what is served -> (effect) -> resume
+
+Replicas generate until `pause`, if their engine stages while it generates (`stages_while_generating`). Other engines
+are paused before the first byte is sent.
 
 - *Bytes*: the checksum of each parameter before it left is compared with its checksum at arrival, before any replica
   drops the old version. If several ranks send parts of parameters, the parts' checksums are compared, and also the
@@ -67,6 +70,7 @@ class SyncReport:
 
     Attributes:
         seconds: time from the first call to the verification of the last replica, without the resumption.
+        stopped: time in which no replica, or not every replica, answered requests.
         effect: largest mean absolute difference of a replica, in nats; None if it was not checked.
         taken: least fraction of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
             checked, or the change is still too small to be distinguished from rounding.
@@ -78,6 +82,7 @@ class SyncReport:
 
     version: int
     seconds: float
+    stopped: float
     nbytes: int
     effect: float | None
     taken: float | None = None
@@ -164,7 +169,8 @@ class WeightSync:
         self._connection.open(receivers, transport)
 
     def begin(self, version: int) -> None:
-        """Begin an update while the trainer is busy. The trainer sends after its current call, and replicas pause now.
+        """Begin an update while the trainer is busy. The trainer sends after its current call. Replicas that are
+        paused for a transfer pause now.
 
         `publish` continues the update, or `give_up` ends it. Until then, call no other method of the trainer. Call
         `begin` when no replica generates, and the trainer is busy for much less than the time limit of a stage. It does
@@ -242,11 +248,12 @@ class WeightSync:
                     self._connection.begin_transfer(version, pause)
                 begun = None
                 sent = self._connection.await_transfer()
-                staged = True
+                staged, stopped_at = True, time.monotonic() if self._connection.generating else started
                 blind = self._connection.commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
                 effect, taken = self._finish(version, sent, self._effect.is_due(changed, blind))
                 self._resume(version, self._replicas)
+                stopped = time.monotonic() - stopped_at
                 break
             except BaseException as error:
                 late = time.monotonic() - started >= self._timeout
@@ -263,7 +270,7 @@ class WeightSync:
         self._served = version, sent
         plan, nbytes, least = self._connection.plan, self._connection.nbytes, self._effect.least_taken
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - called, nbytes, effect, taken, *moved, least)
+        return SyncReport(version, time.perf_counter() - called, stopped, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
         """Make returned replicas serve the version of the other replicas, with all three verifications.

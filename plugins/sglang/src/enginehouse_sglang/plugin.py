@@ -10,6 +10,7 @@ from enginehouse.plugin.capabilities import (
     PROMPT_LOGPROBS,
     SEED,
     SLEEP,
+    STAGES_WHILE_GENERATING,
     STOP_STRINGS,
 )
 
@@ -24,7 +25,16 @@ def enginehouse_register_backends(register):
             summary="SGLang: paged, prefix-caching generation, on CPU or GPU, or servers that run already",
             engine="enginehouse_sglang.engine:SGLangRollout",
             options="enginehouse_sglang.options:SGLangOptions",
-            capabilities={EXPERTS, STOP_STRINGS, SEED, SLEEP, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
+            capabilities={
+                EXPERTS,
+                OPENAI_ENDPOINT,
+                PAUSE_KEEP,
+                PROMPT_LOGPROBS,
+                SEED,
+                SLEEP,
+                STAGES_WHILE_GENERATING,
+                STOP_STRINGS,
+            },
             requires=("sglang>=0.5.21,<0.6",),
             runtimes={
                 "cpu": RequirementSet(

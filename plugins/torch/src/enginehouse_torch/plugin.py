@@ -14,6 +14,7 @@ from enginehouse.plugin.capabilities import (
     RESHARD_CHECKPOINT,
     SEED,
     SLEEP,
+    STAGES_WHILE_GENERATING,
     STOP_STRINGS,
     VALUE_HEAD,
     WEIGHT_CHECKSUMS,
@@ -49,6 +50,7 @@ def enginehouse_register_backends(register):
                 COLOCATES,
                 EXPERTS,
                 SLEEP,
+                STAGES_WHILE_GENERATING,
                 LENT_WEIGHTS,
             },
         )

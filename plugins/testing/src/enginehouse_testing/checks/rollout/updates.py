@@ -16,7 +16,7 @@ from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wro
 from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, oracle, prefixed, serves
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.prompts import prompts
-from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, chunks, soon
+from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, chunks, sampled, soon
 
 SMALL_UPDATES = ("tied", "tied, a step", "tied, two steps")
 """Models of a run's updates. The first update brings the weights with which the engine was launched."""
@@ -177,6 +177,41 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
 @CHECKS.judge(_interrupt_updates)
 def interrupted_update(result: tuple[list[Look], list[str]]) -> Measured:
     """After an update that was aborted, lacks a parameter or has a wrong one, the old weights are still served."""
+    looks, mistakes = result
+    return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
+
+
+async def _stage_while_generating(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
+    engine, old, new = replica.engine, replica.tensors("tied"), replica.tensors("tied, new")
+    looks, mistakes = [], []
+    serving = (await soon(engine.weight_state())).version
+    running = await replica.start_request(SHARED, max_tokens=100, temperature=0.0, ignore_eos=True)
+    middle = len(new) // 2
+    for ending in ("aborted", "served"):
+        version = await replica.start(new)
+        for items in (list(new.items())[:middle], list(new.items())[middle:]):
+            await replica.stage(dict(items))
+            looks.append(await _look(replica, "tied", serving))
+        if difference := _difference(await soon(engine.weight_state()), serving, old):
+            mistakes.append(f"with an update staged: {difference}")
+        if ending == "aborted":
+            await soon(engine.abort_weight_update())
+            looks.append(await _look(replica, "tied", serving))
+    (whole,) = sampled(SHARED, await running)
+    if (len(whole.tokens), whole.reason) != (100, "length"):
+        mistakes.append(f"a request that ran meanwhile ended with {len(whole.tokens)} of 100 tokens, {whole.reason!r}")
+    looks.append(("tied", serving, [whole]))
+    await soon(engine.pause("wait"))
+    await soon(engine.finish_weight_update(version))
+    replica.serving = "tied, new"
+    await soon(engine.resume())
+    looks.append(await _look(replica, "tied, new", version))
+    return looks, mistakes
+
+
+@CHECKS.judge(_stage_while_generating, since="1.1", capability=capabilities.STAGES_WHILE_GENERATING)
+def staged_while_generating(result: tuple[list[Look], list[str]]) -> Measured:
+    """While an update is staged or aborted, requests are answered with the old weights, without a pause."""
     looks, mistakes = result
     return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
 
