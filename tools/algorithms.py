@@ -52,22 +52,22 @@ ELSEWHERE = {
 APART = """
 Where ours and theirs differ, on purpose:
 
-- A group of one sample is credited with nothing; verl credits it with its reward as it is.
-- Equal rewards give exactly 0, whatever they are. A rounded mean leaves a tiny number, which the division by an as tiny
-  deviation makes large: verl's `grpo` credits eleven equal rewards of 0.7, in float32, with 0.1.
-- `gdpo` is normalised over samples, as in the paper and in TRL; verl's over tokens. So it was compared on responses of
-  one token.
-- `gpg` counts the samples of groups with a gradient, as the paper does; verl those whose reward is not 0.
-- `grpo` adds 1e-6 to the deviation, as verl does; TRL 1e-4.
-- verl bounds log ratios at -20 and 20 before it takes their exponential, and `k3` at 10. Ours are bounded at 20 nats,
-  in `k3` and in ratios; `k3` itself is not, since that takes the gradient away where the policy is far off.
-- Importance weights (`importance_cap`) weigh the KL term too; TRL's the rest of the loss alone.
-- `grpo`, `gpg`, `process_rewards` and `reinforce_plus_plus_baseline` take a KL term in the reward, less its group's
-  mean, off the advantage, and divide by the deviation of the rewards without it. verl's divide both, so that in a group
-  of equal rewards the term counts fully, however small its coefficient.
-- The upper bound of `cispo` is `1 + clip_high`, as verl's; TRL's is `epsilon_high` itself, and it has no lower one.
-- Tokens that do not count have an advantage and a return of 0; verl's `gae` leaves numbers there.
-- The entropy bonus of TRL is a mean over tokens whatever the loss's own mean is; ours is a part of each token's loss.
+- A group of one sample has an advantage of 0; in verl, its reward.
+- Equal rewards give advantages of exactly 0. In verl, the rounded mean leaves a tiny number, which a division by a tiny
+  deviation makes large: `grpo` gives 0.1 for eleven equal rewards of 0.7 in float32.
+- `gdpo` is normalized over samples, as in the paper and in TRL; verl normalizes it over tokens. So the comparison has
+  responses of one token.
+- `gpg` counts the samples of groups with a gradient, as the paper does; verl counts samples whose reward is not 0.
+- `grpo` adds 1e-6 to the deviation, as verl does; TRL adds 1e-4.
+- Log ratios are capped at 20 nats before exponentiation. verl bounds them at -20 and 20, and `k3` at 10, so a policy
+  that is further off gets no gradient.
+- Importance weights (`importance_cap`) also weigh the KL term; in TRL they do not.
+- With a KL term in the reward, `grpo`, `gpg`, `process_rewards` and `reinforce_plus_plus_baseline` normalize only the
+  rewards. They then subtract the term, less its group's mean. verl normalizes both, so in a group of equal rewards the
+  term counts fully.
+- The upper bound of `cispo` is `1 + clip_high`, as in verl; in TRL it is `epsilon_high`, without a lower bound.
+- Tokens that do not count have an advantage and a return of 0; verl's `gae` leaves other numbers there.
+- TRL's entropy bonus is always a mean over tokens; ours is a part of each token's loss.
 """
 
 
@@ -117,9 +117,9 @@ def _losses() -> Iterator[str]:
 def _compared(written: Mapping[str, Any]) -> Iterator[str]:
     packages = " and ".join(f"{name} {version}" for name, version in written["packages"].items())
     yield (
-        f"`tests/rl/oracles/make.py` ran the code of {packages} on rows of several turns, and wrote down\n"
-        "what came of it; `tests/rl/test_oracles.py` compares ours, and for losses and the KL term the\n"
-        "gradient by each logprob (of `clipped_value` by each value). All agree to 1e-6.\n"
+        f"`tests/rl/oracles/make.py` ran the code of {packages} on rows of several turns and stored the results.\n"
+        "`tests/rl/test_oracles.py` compares ours with them. For losses and the KL term it also compares the gradient\n"
+        "by each logprob (for `clipped_value`, by each value). All agree to 1e-6.\n"
     )
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case in written["cases"]:
@@ -132,7 +132,7 @@ def _compared(written: Mapping[str, Any]) -> Iterator[str]:
             ours, theirs, "; ".join(f"`{name}` {', '.join(dict.fromkeys(arguments[name]))}" for name in arguments)
         )
     for name, where in ELSEWHERE.items():
-        yield _row(f"`{name}`", "nobody's", where)
+        yield _row(f"`{name}`", "neither has it", where)
     yield APART.rstrip("\n")
 
 

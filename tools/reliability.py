@@ -94,11 +94,11 @@ row is the text of a test that causes the fault.
 
 *Kept* is what you find afterwards. *Noticed* is how long it takes until the run says or does something about the fault.
 
-Tried by hand, once, in November 2026, on a CPU: kills at random moments with `train.staleness`, environment workers,
-PPO and two ranks of `fsdp`, each resumed and compared; a clock that jumps by three days; few file descriptors; servers
-of rewards that hang, lie or never end; 1,500 steps in a row. **Not covered**, by tests or by hand: GPUs, nodes on
-separate hosts, a power cut, memory that really runs out, a vLLM that is stopped, a killed run of `megatron` that is
-resumed, trackers on a full disk, and two runs that begin at the same moment.
+Also tried by hand, once, on a CPU: kills at random moments with `train.staleness`, environment workers, PPO and two
+ranks of `fsdp`, each resumed and compared; a clock that jumps by three days; few file descriptors; servers of rewards
+that hang, lie or never end; 1,500 steps in a row. **Not covered**: GPUs, nodes on separate hosts, a power cut, memory
+that really runs out, a stopped vLLM, resuming a killed run of `megatron`, trackers on a full disk, and two runs that
+begin at the same moment.
 """,
     "area",
     lists_tests=True,

@@ -35,7 +35,7 @@ MUTANTS = [
     ("IncompleteTaken", {"interrupted_update"}),
     ("PrefixKept", SERVED),
     ("ChecksumOfStaged", {"interrupted_update", "staged_while_generating"}),
-    ("AbortsToStage", {"staged_while_generating"}),
+    ("AbortsToStage", {"staged_while_generating", *PAUSES}),
     ("StateOff", {"interrupted_update", "staged_while_generating", "weight_version", "weight_checksums", "lent_weights"}),
     ("ProcessLeft", {"shutdown", "killed"}),
     ("LoadsAnything", {"unloadable"}),
