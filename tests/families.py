@@ -258,7 +258,8 @@ and then an update back to the first weights; it must agree both times. `plan` c
 same way.
 
 What a class does not read from a checkpoint (vision towers, heads that predict further tokens) is not trained, and is
-in the export unchanged.
+in the export unchanged. `fsdp` trains adapters (LoRA); peft's `AutoPeftModelForCausalLM` loads the adapter that
+`train.export=adapter` saves.
 """
 
 
