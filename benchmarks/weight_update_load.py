@@ -46,16 +46,16 @@ def measure(
         transport: weight transport between the two.
 
     Returns:
-        `metrics` and `sides`. Metrics, medians over rounds, of the side that pauses for the switch: `stopped_vs_commit`,
-        time in which replicas answered nothing by the longest switch of a replica; `tokens_while_staging`, tokens per
-        second while the update was staged by those before it; `stopped_vs_whole`, the stop by that of the other side.
+        `metrics` and `sides`. Metrics, medians over rounds, of the side that pauses for the switch:
+        `stopped_vs_commit`, the time in which replicas answered nothing divided by the longest switch of a replica;
+        `tokens_while_staging`, tokens per second while the update was staged divided by those before the update;
+        `stopped_vs_whole`, that time divided by the same time of the other side.
     """
     model = WORK / f"model-{parameters}"
     write_model(model, parameters)
-    sides = {
-        name: _measure_side(str(model), train, rollout, runtime, transport, replicas, rounds, requests, tokens, seconds, name)
-        for name in (SWITCH, WHOLE)
-    }
+    load = requests, tokens, seconds
+    engines = train, rollout, runtime, transport
+    sides = {name: _measure_side(name, str(model), engines, replicas, rounds, load) for name in (SWITCH, WHOLE)}
     ours, whole = sides[SWITCH], sides[WHOLE]
     metrics = {
         "stopped_vs_commit": statistics.median(s / c for s, c in zip(ours["stopped"], ours["commit"], strict=True)),
@@ -67,9 +67,15 @@ def measure(
 
 
 def _measure_side(
-    model: str, train: str, rollout: str, runtime: str, transport: str,
-    replicas: int, rounds: int, requests: int, tokens: int, seconds: float, name: str,
-) -> dict[str, list[float]]:  # fmt: skip
+    name: str,
+    model: str,
+    engines: tuple[str, str, str, str],
+    replicas: int,
+    rounds: int,
+    load: tuple[int, int, float],
+) -> dict[str, list[float]]:
+    train, rollout, runtime, transport = engines
+    requests, tokens, seconds = load
     found: dict[str, list[float]] = {"stopped": [], "commit": [], "update": [], "share": []}
     with placed(model, train, rollout, runtime, 1, replicas, 0, "cpu", transport) as (actor, served, sync):
         if name == WHOLE:

@@ -247,18 +247,19 @@ measured, on a tiny random model of each family's class in transformers.
 
 | cell | meaning |
 |---|---|
-| yes | of a training engine: agrees with transformers to 1e-4, took a step, and so does its export |
-| yes, of sampling | the log-probabilities of sampled tokens agree as well |
+| yes | training: log-probabilities agree with transformers to 1e-4, before an optimizer step and in its export |
+| yes | sampling: the log-probabilities that the engine reports for its tokens agree to 1e-4 |
 | 2 apart | nothing rejects the model, but a log-probability is 2 nats off: do not train it with this engine |
-| [1] | `plan` rejects it with message 1, before any process starts; vLLM's engine says so at launch or update |
+| [1] | `plan` rejects the model with message 1 below, before any process starts; vLLM does so at launch or update |
 
-"Agrees" is a comparison of log-probabilities with transformers for each row alone. Transformers loads the export again.
-vLLM, in its runtime for CPUs, gets the torch engine's export after the step (or the model, if torch does not train it),
-and then an update back to the first weights; it must agree both times. `plan` checks a class that is not listed in the
-same way.
+Transformers computes the log-probabilities of each row separately, and loads the export for the second comparison.
+vLLM, in its runtime for CPUs, serves the torch engine's export after the step, or the original model if torch cannot
+train it. A weight update then brings back the original weights. vLLM must agree before and after this update. `plan`
+makes the same checks for model classes that are not listed, but their log-probabilities have not been compared.
 
-What a class does not read from a checkpoint (vision towers, heads that predict further tokens) is not trained, and is
-in the export unchanged.
+Parts of a checkpoint that the class does not read, such as vision towers or heads that predict further tokens, are not
+trained. The export contains them unchanged. `fsdp` trains adapters (LoRA); peft's `AutoPeftModelForCausalLM` loads the
+adapter that `train.export=adapter` saves.
 """
 
 

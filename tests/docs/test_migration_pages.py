@@ -1,4 +1,4 @@
-"""docs/from-verl.md, docs/from-trl.md: names and keys on our side exist; the examples are configs and rewards."""
+"""The pages docs/from-*.md: names and keys on our side exist; the examples are configs and rewards."""
 
 import ast
 import importlib
@@ -20,6 +20,7 @@ from enginehouse_rl.config.schema import Config, DPOConfig
 DOCS = Path(__file__).parents[2] / "docs"
 FROM_VERL = (DOCS / "from-verl.md").read_text(encoding="utf-8")
 FROM_TRL = (DOCS / "from-trl.md").read_text(encoding="utf-8")
+NAMES = (DOCS / "from-verl-workers.md").read_text(encoding="utf-8")
 ERRORS = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("troubleshooting.md", "watching.md"))
 OUR_CONFIGS = {"from-verl.md": blocks(FROM_VERL, "yaml")[1], "from-trl.md": blocks(FROM_TRL, "yaml")[0]}
 
@@ -32,7 +33,6 @@ MODULES += (
 )
 PLACEHOLDERS = {"a", "b", "A", "f", "g", "pool", "spec", "batch"}
 """Names in a call that stand for the reader's own."""
-KEYS, NAMES = FROM_VERL.split("\n## Pools and groups\n", 1)
 NO_NAMES = ("def ", "self.")
 WORDS = {"f", "None", "dp"}
 
@@ -69,7 +69,7 @@ def test_a_name_that_the_page_gives_exists(span: str):
 def our_keys() -> list[tuple[str, tuple[str, ...]]]:
     """Return each config key of the tables, and the engines that its cell names: `torch` where it names none."""
     found = []
-    for line in (KEYS + FROM_TRL).splitlines():
+    for line in (FROM_VERL + FROM_TRL).splitlines():
         if line.startswith("| "):
             cell = line.strip("|").rsplit("|", 1)[-1]
             for part in re.split(r"(?<=\)),", cell):  # each with its own brackets

@@ -1,4 +1,4 @@
-"""docs/rewards.md: its examples and that of docs/from-verl.md run, and it says what a reward is really given."""
+"""The pages on rewards: their examples, and that of docs/from-verl.md, run, and they name what a reward really gets."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from enginehouse_rl.config.schema import NamedRewardConfig, RewardConfig
 from enginehouse_rl.plan.rewards import RESERVED, RESERVED_BEGINNINGS, REWARD_GETS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
+PAGE = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("rewards.md", "built-in-rewards.md"))
 FROM_VERL = (DOCS / "from-verl.md").read_text(encoding="utf-8")
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -22,7 +22,11 @@ from enginehouse_rewards.sandbox import Sandbox, SandboxError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
 HOSTILE_TABLE = PAGE.partition("### Hostile programs")[2].partition("\n## ")[0]
-ENDINGS = dict(re.findall(r"^\| ([a-z][^|]*?) \| `([^`]+)` \|", HOSTILE_TABLE, re.M))
+ENDINGS = {
+    program: ending
+    for ending, programs in re.findall(r"^\| `([^`]+)` \| (.+) \|$", HOSTILE_TABLE, re.M)
+    for program in programs.split(", ")
+}
 
 HOSTILE = {
     "forks without end": "while True: os.fork()",
@@ -94,7 +98,7 @@ def left(mark):
 
 
 def test_the_page_of_rewards_has_every_hostile_program():
-    assert list(ENDINGS) == list(HOSTILE)
+    assert ENDINGS.keys() == HOSTILE.keys()
 
 
 @pytest.mark.parametrize("name", HOSTILE)

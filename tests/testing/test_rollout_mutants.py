@@ -36,7 +36,7 @@ MUTANTS = [
     ("PrefixKept", SERVED),
     ("ChecksumOfStaged", {"interrupted_update", "staged_while_generating"}),
     ("AbortsToStage", {"staged_while_generating", *PAUSES}),
-    ("StateOff", {"interrupted_update", "staged_while_generating", "weight_version", "weight_checksums", "lent_weights"}),
+    ("StateOff", {"weight_version", "weight_checksums", *SERVED} - {"update", "prefix_cache"}),
     ("ProcessLeft", {"shutdown", "killed"}),
     ("LoadsAnything", {"unloadable"}),
     ("ThreadsTaken", {"colocates"}),

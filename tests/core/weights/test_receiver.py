@@ -150,7 +150,7 @@ class NeverPausing(Keeping):
 async def test_an_engine_that_does_not_pause_for_the_switch_serves_the_old_version_again(update):
     given = update(True, NeverPausing())
     await given.receiver.receive(1, 0.1, "wait")
-    with pytest.raises(WeightSyncError, match="here did not pause for weight update 1 within 0.1 s"):
+    with pytest.raises(WeightSyncError, match=r"here did not pause for weight update 1 within 0\.1 s"):
         await given.receiver.commit(1)
     await given.receiver.abort(1)
     assert given.engine.calls == ["start", "pause wait", "abort", "resume"]

@@ -21,7 +21,7 @@ def refused(path: Path, *overrides: str, more: str = "") -> str:
 
 def test_each_page_shows_its_tables_as_they_stand():
     of_verl, beginning, of_trl = read_tables().partition("| TRL's argument")
-    assert of_verl in (DOCS / "from-verl.md").read_text()
+    assert of_verl.rstrip() in (DOCS / "from-verl.md").read_text()
     assert beginning + of_trl in (DOCS / "from-trl.md").read_text()
 
 

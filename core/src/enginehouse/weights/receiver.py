@@ -168,7 +168,7 @@ class WeightReceiver:
         self.serving.clear()
         try:
             await asyncio.wait_for(self._engine.pause(mode), seconds)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise WeightSyncError(
                 f"{self._where} did not pause for weight update {version} within {seconds:g} s"
             ) from error
