@@ -122,7 +122,7 @@ For authors of a plugin that enginehouse rejects. First read
 
 In the table the plugin and its distribution are called `acme`. A config that names the plugin is *rejected* with an
 error, or *works*: `plan` accepts it, and the fault appears only when the engine is used, if at all. If the import of a
-plugin raises an error, exits or takes 30 s, a command skips the plugin and loads the others.
+plugin raises an error, calls `sys.exit` or takes 30 s, a command skips the plugin and loads the others.
 """,
     rejected="asked",
 )
