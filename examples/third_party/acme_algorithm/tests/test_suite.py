@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-algorithm."""
+"""The checks of enginehouse for acme-algorithm."""
 
 from enginehouse_testing import AdvantageSuite, EnvironmentSuite, LossSuite, TrackerSuite
 

@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-rollout."""
+"""The checks of enginehouse for acme-rollout."""
 
 from enginehouse_testing import RolloutEngineSuite
 

@@ -1,4 +1,4 @@
-"""What enginehouse asks of acme-train."""
+"""The checks of enginehouse for acme-train."""
 
 from enginehouse_testing import TrainEngineSuite
 

@@ -7,7 +7,7 @@ from enginehouse.data import Batch
 
 
 def acme_algorithm_advantage(batch: Batch) -> Batch:
-    """Credit a sample with its reward minus the median of its group's, the same for every token.
+    """Return each sample's reward minus the median reward of its group, the same for every token.
 
     Args:
         batch: columns `reward` float32 `(rows,)` and `group` int64 `(rows,)`.

@@ -9,11 +9,11 @@ from pydantic import Field
 
 
 def acme_algorithm_loss(view: TokenView, *, clip: Annotated[float, Field(gt=0)] = 1.0) -> LossValue:
-    """The policy gradient, weighted by the importance ratio, which is cut at 1 + clip and has no gradient itself.
+    """Compute the policy gradient, weighted by the importance ratio. The ratio is at most 1 + clip and has no gradient.
 
     Args:
         view: output `logprobs`; columns `loss_mask`, `advantages` and `old_logprobs`.
-        clip: how far above 1 the ratio may be.
+        clip: largest distance of the ratio above 1.
     """
     counted = view.columns["loss_mask"]
     logprobs = view.outputs["logprobs"][counted]

@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Every command imports it: code is named by strings, and not imported."""
+"""The records that this package adds to enginehouse. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
 
 enginehouse_protocol = "1.1"
-"""The plugin contract that this is written for."""
+"""The contract version that this plugin is written for."""
 
 
 TRANSFORMERS = "transformers==4.57.6"
-"""What the engine is tested with, whatever the trainer has: it runs in a Python environment of its own."""
+"""The version that the engine is tested with. The trainer may have another: the engine runs in a separate runtime."""
 
 
 @hookimpl
@@ -18,8 +18,8 @@ def enginehouse_register_backends(register):
     register(
         RolloutBackend(
             name="acme_rollout",
-            summary="A transformers model, continuously batched, with a version of transformers of its own",
-            engine="acme_rollout.rollout:AcmeRolloutEngine",  # imported in the worker, nowhere else
+            summary="A transformers model with continuous batching, in a runtime with transformers 4.57",
+            engine="acme_rollout.rollout:AcmeRolloutEngine",  # imported only in the worker
             options="acme_rollout.rollout_options:AcmeRolloutOptions",
             capabilities={PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS},
             requires=(TRANSFORMERS,),

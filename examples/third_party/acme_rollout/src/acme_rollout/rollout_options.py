@@ -1,4 +1,4 @@
-"""What a user may set of the rollout engine. Light to import: a config is checked before any engine is there."""
+"""Options of the rollout engine. This module is light to import, because `plan` checks options without the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enginehouse.engines.options import RolloutOptions
 
 
 class AcmeRolloutOptions(RolloutOptions):
-    """Options of the `acme_rollout` rollout engine: those of all rollout engines, and its own as typed fields.
+    """Options of the `acme_rollout` rollout engine: the options of all rollout engines, and the fields that you add.
 
-    `native` is what goes to the engine unchanged. `check` and `check_model` may refuse what cannot go well.
+    `native` goes to the engine unchanged. Override `check` and `check_model` to reject options that cannot work.
     """

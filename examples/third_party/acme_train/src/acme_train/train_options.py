@@ -1,4 +1,4 @@
-"""What a user may set of the training engine. Light to import: a config is checked before any engine is there."""
+"""Options of the training engine. This module is light to import, because `plan` checks options without the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enginehouse.engines.options import TrainOptions
 
 
 class AcmeTrainOptions(TrainOptions):
-    """Options of the `acme_train` training engine: those of all training engines, and its own as typed fields.
+    """Options of the `acme_train` training engine: the options of all training engines, and the fields that you add.
 
-    `native` is what goes to the engine unchanged. `check` and `check_model` may refuse what cannot go well.
+    `native` goes to the engine unchanged. Override `check` and `check_model` to reject options that cannot work.
     """
