@@ -117,12 +117,12 @@ BAD_PLUGINS = Page(
 # Bad plugins, and what enginehouse says
 
 For authors of a plugin that enginehouse rejects. First read
-[the cause of each state](index.md#my-plugin-is-listed-as-broken-or-incompatible).
+[the causes of each state](index.md#my-plugin-is-listed-as-broken-or-incompatible).
 `make reliability` writes this page from `tests/testing/test_bad_plugins.py`.
 
-The plugin and its distribution are called `acme`. A config that names it is *rejected* with an error, or *works*: then
-it is planned, and the fault appears when the engine is used, if at all. Each command gives up a plugin that raises,
-exits or takes 30 s, and loads the others.
+In the table the plugin and its distribution are called `acme`. A config that names the plugin is *rejected* with an
+error, or *works*: `plan` accepts it, and the fault appears only when the engine is used, if at all. If the import of a
+plugin raises an error, calls `sys.exit` or takes 30 s, a command skips the plugin and loads the others.
 """,
     rejected="asked",
 )

@@ -1,4 +1,4 @@
-"""Runs enginehouse's conformance suites on acme-algorithm."""
+"""The checks of enginehouse for acme-algorithm."""
 
 from enginehouse_testing import AdvantageSuite, EnvironmentSuite, LossSuite, TrackerSuite
 

@@ -1,4 +1,4 @@
-"""Runs enginehouse's conformance suite on acme-rollout."""
+"""The checks of enginehouse for acme-rollout."""
 
 from enginehouse_testing import RolloutEngineSuite
 

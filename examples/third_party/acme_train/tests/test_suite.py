@@ -1,4 +1,4 @@
-"""Runs enginehouse's conformance suite on acme-train."""
+"""The checks of enginehouse for acme-train."""
 
 from enginehouse_testing import TrainEngineSuite
 

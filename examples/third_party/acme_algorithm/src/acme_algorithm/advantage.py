@@ -7,7 +7,7 @@ from enginehouse.data import Batch
 
 
 def acme_algorithm_advantage(batch: Batch) -> Batch:
-    """Give every token of a sample the sample's reward minus the median reward of its group.
+    """Return each sample's reward minus the median reward of its group, the same for every token.
 
     Args:
         batch: columns `reward` float32 `(rows,)` and `group` int64 `(rows,)`.

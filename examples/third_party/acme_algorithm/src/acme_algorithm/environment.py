@@ -1,4 +1,4 @@
-"""The environment `acme_algorithm`: the policy tries again after an answer with a reward of 0 or less."""
+"""The environment `acme_algorithm`: after an answer with reward 0 the model gets a further try."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class AcmeAlgorithmEnvironment:
     """Implements `enginehouse.engines.environment.Environment`.
 
     Args:
-        tries: maximum number of answers to a prompt; the last answer is the episode.
+        tries: maximum number of answers to a prompt. The last answer is the episode.
     """
 
     def __init__(self, tries: int = 2) -> None:
         self._tries = tries
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """Let the policy answer a prompt until the configured reward is above 0, or no tries are left."""
+        """Request answers to a prompt until the configured reward is above 0 or no tries are left."""
 
         async def play(number: int, policy: Policy) -> Episode:
             for attempt in range(self._tries):

@@ -9,11 +9,11 @@ from pydantic import Field
 
 
 def acme_algorithm_loss(view: TokenView, *, clip: Annotated[float, Field(gt=0)] = 1.0) -> LossValue:
-    """Compute the policy gradient, weighted by the importance ratio, which is cut at 1 + clip and detached.
+    """Compute the policy gradient, weighted by the importance ratio. The ratio is at most 1 + clip and has no gradient.
 
     Args:
         view: output `logprobs`; columns `loss_mask`, `advantages` and `old_logprobs`.
-        clip: largest amount by which the ratio may exceed 1.
+        clip: largest distance of the ratio above 1.
     """
     counted = view.columns["loss_mask"]
     logprobs = view.outputs["logprobs"][counted]

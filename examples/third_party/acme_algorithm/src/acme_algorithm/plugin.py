@@ -1,11 +1,11 @@
-"""Registers the parts of this package. Every command imports this module, so it names code by strings."""
+"""The records that this package adds to enginehouse. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 
 from enginehouse.plugin import Advantage, Environment, Loss, Tracker, hookimpl
 
 enginehouse_protocol = "1.1"
-"""The plugin contract that this is written for."""
+"""The contract version that this plugin is written for."""
 
 
 @hookimpl
@@ -13,7 +13,7 @@ def enginehouse_register_losses(register):
     register(
         Loss(
             name="acme_algorithm",
-            summary="Policy gradient, weighted by an importance ratio that is cut and detached",
+            summary="Policy gradient with a capped importance ratio, which has no gradient",
             function="acme_algorithm.loss:acme_algorithm_loss",
         )
     )
@@ -24,10 +24,10 @@ def enginehouse_register_advantages(register):
     register(
         Advantage(
             name="acme_algorithm",
-            summary="Reward minus the median reward of its group",
+            summary="Reward minus the median of its group",
             function="acme_algorithm.advantage:acme_algorithm_advantage",
-            compares_samples=True,  # plan asks for two samples of a prompt or more
-            needs=("reward", "group"),  # the columns that it is given
+            compares_samples=True,  # plan requires at least two samples of a prompt
+            needs=("reward", "group"),  # the columns that it gets
         )
     )
 
@@ -37,7 +37,7 @@ def enginehouse_register_environments(register):
     register(
         Environment(
             name="acme_algorithm",
-            summary="Further tries after an answer with a reward of 0 or less",
+            summary="A further try after an answer with reward 0",
             environment="acme_algorithm.environment:AcmeAlgorithmEnvironment",
         )
     )

@@ -1,4 +1,4 @@
-"""The tracker `acme_algorithm`: metrics as a CSV file in the run directory, one line per metric."""
+"""The tracker `acme_algorithm`, which writes a CSV file in the run directory, one line for each value of a metric."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class AcmeAlgorithmTracker:
     """Implements `enginehouse.engines.tracker.Tracker`.
 
     Args:
-        file: path of the CSV file, relative to the run directory.
+        file: path of the CSV file in the run directory.
     """
 
     def __init__(self, file: str = "acme.csv") -> None:
         self._name = file
 
     def start(self, run: RunFacts) -> None:
-        """Open the file. If the run is resumed, append to the file."""
+        """Open the file. A resumed run appends to it."""
         path = run.directory / self._name
         fresh = not path.exists()
         self._file = path.open("a", newline="", encoding="utf-8")
@@ -28,7 +28,7 @@ class AcmeAlgorithmTracker:
             self._writer.writerow(["kind", "step", "metric", "value"])
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        """Write a line for each metric."""
+        """Write one line for each metric."""
         self._writer.writerows([kind, step, name, value] for name, value in metrics.items())
         self._file.flush()
 

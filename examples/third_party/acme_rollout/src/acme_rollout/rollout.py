@@ -1,7 +1,7 @@
-"""The rollout engine `acme_rollout`: a transformers model whose pass generates a token of each running completion.
+"""The rollout engine `acme_rollout`: a transformers model. Each pass gives every running completion one token.
 
-The contract is `enginehouse.engines.rollout`. All methods are awaited on one event loop and must not block it, so the
-model runs on its own thread. Requests begin and end, and weights change, only between two tokens, at a boundary.
+The contract is `enginehouse.engines.rollout`. All methods are awaited on one event loop, and none may block it: the
+model runs on a separate thread. Requests join and leave, and weights change, only between two tokens (a boundary).
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class AcmeRolloutEngine:
         self._paused = self._draining = False
         self._ended = "the engine is not launched"
 
-    # Its life
+    # Launch and shutdown
 
     async def launch(self, model: ModelSpec, options: AcmeRolloutOptions, context: ProcessContext) -> Endpoint:
         """Load the model and be ready to generate, serving weight version 0.
 
         Raises:
-            ModelError: the model does not exist, or lacks a parameter.
+            ModelError: the model does not exist, lacks a parameter, or cannot be loaded.
         """
         await self._on_thread(lambda: self._load(model, options, context))
-        self._boundary = asyncio.Lock()  # who holds it is alone between two tokens
-        self._due = asyncio.Event()  # there is something to generate
-        self._idle = asyncio.Event()  # nothing is running
+        self._boundary = asyncio.Lock()  # its holder runs alone, between two tokens
+        self._due = asyncio.Event()  # set while there is something to generate
+        self._idle = asyncio.Event()  # set while nothing is running
         self._settle()
         self._ended = ""
         self._serving = asyncio.create_task(self._serve())
@@ -88,34 +88,34 @@ class AcmeRolloutEngine:
             raise ModelError(f"the weights in {spec.path!r} lack {', '.join(sorted(loaded['missing_keys']))}")
         model = model.to(context.device).eval().requires_grad_(False)
         text = model.config.get_text_config()
-        limits = [one for one in (options.max_model_tokens, positions(text.to_dict())) if one is not None]
+        limits = [limit for limit in (options.max_model_tokens, positions(text.to_dict())) if limit is not None]
         self._longest = min(limits) if limits else None
         self._vocabulary = text.vocab_size
         self._max_running = options.max_running
         self._spec = spec
         self._weights = ServedWeights(model, spec.path, str(context))
-        ends = end_ids(*(getattr(one, "eos_token_id", None) for one in (model.generation_config, text)))
+        ends = end_ids(*(getattr(config, "eos_token_id", None) for config in (model.generation_config, text)))
         self._batch = Batch(model, ends, lambda tokens: self._text_of(tokens))
 
     @cached_property
     def _text_of(self) -> Callable[[list[int]], str]:
-        """Decodes tokens; the tokenizer is loaded when a request first has stop strings."""
-        # Not AutoTokenizer: what transformers 5 has written names a class that this version lacks.
+        """Return the function that decodes tokens. The first request with stop strings loads the tokenizer."""
+        # Not AutoTokenizer, because the files that transformers 5 writes name a class that this version lacks.
         tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self._spec.path, local_files_only=True)
         return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     async def health(self) -> Health:
-        """Answer at once, also while it generates."""
+        """Return the state at once, also while the engine generates."""
         self._check()
         running = sum(row.reason is None for job in self._running for row in job.rows)
         return Health(running, len(self._waiting), self._paused, self._weights.version)
 
     async def shutdown(self) -> None:
-        """Answer running requests with their tokens so far, and release everything."""
+        """Answer all requests with their tokens so far, and release everything."""
         if not self._ended:
             self._ended = "the engine was shut down"
             self._serving.cancel()
-            await asyncio.to_thread(self._thread.shutdown)  # once the token under way is computed
+            await asyncio.to_thread(self._thread.shutdown)  # after the current token
             self._answer([*self._running, *self._waiting])
             del self._batch, self._weights
 
@@ -141,14 +141,14 @@ class AcmeRolloutEngine:
         return await job.answer
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests by id, or all; their `generate` returns the tokens so far, with the reason `"abort"`."""
+        """End requests by id, or all requests; their `generate` returns the tokens so far, with reason `"abort"`."""
         self._check()
         async with self._boundary:
             jobs = [*self._running, *self._waiting]
             self._answer([job for job in jobs if ids is None or job.request.id in ids])
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating, and return once nothing runs. Requests that arrive during the pause wait."""
+        """Stop generating, and return once no request runs; new requests wait."""
         self._check()
         self._paused, self._draining = True, mode == "wait"
         async with self._boundary:
@@ -165,26 +165,26 @@ class AcmeRolloutEngine:
         self._settle()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Reject the call, because the capability `sleep` is not declared."""
+        """Raise an error, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Reject the call, because the capability `sleep` is not declared."""
+        """Raise an error, because the capability `sleep` is not declared."""
         raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
 
     # Weights
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Prepare to stage a new version. Discard the weights that an unfinished update staged.
+        """Prepare to stage a new version; an unfinished update is discarded.
 
         Raises:
-            WeightSyncError: the version is not newer, or the model lacks a parameter of the update.
+            WeightSyncError: the version is not newer, or the model lacks one of the parameters.
         """
         self._check()
         self._weights.start(update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Copy some parameters to the staged weights.
+        """Stage copies of some parameters.
 
         Raises:
             WeightSyncError: unknown name, wrong shape or dtype.
@@ -193,10 +193,10 @@ class AcmeRolloutEngine:
         await self._on_thread(lambda: self._weights.stage(chunk))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Serve the staged weights as `version`. Keys and values of kept requests are computed again.
+        """Serve the staged weights as `version`; keys and values of kept requests are computed again.
 
         Raises:
-            WeightSyncError: a parameter is missing; the engine still serves the old version.
+            WeightSyncError: a parameter is missing; the old version is still served.
         """
         self._check()
         async with self._boundary:
@@ -209,7 +209,7 @@ class AcmeRolloutEngine:
         self._weights.discard()
 
     async def weight_state(self) -> WeightState:
-        """Return the served version, and a checksum of each parameter."""
+        """Return the served version, with a checksum of each parameter."""
         self._check()
         async with self._boundary:
             return await self._on_thread(self._weights.state)
@@ -217,25 +217,25 @@ class AcmeRolloutEngine:
     # Generating
 
     async def _serve(self) -> None:
-        """Generate tokens while there are requests. If that fails, every request raises the error."""
+        """Compute tokens while there are requests. After an error all requests fail with it."""
         try:
             while True:
                 await self._due.wait()
                 async with self._boundary:
-                    if not self._due.is_set():  # it was paused, or all was ended, meanwhile
+                    if not self._due.is_set():  # meanwhile it was paused, or all requests ended
                         continue
                     fresh = [] if self._paused else self._next()
                     self._running += fresh
                     await self._on_thread(lambda fresh=fresh: self._batch.advance(fresh, self._weights.version))
                     self._answer([job for job in self._running if all(row.reason for row in job.rows)])
         except Exception as error:
-            self._ended = f"the engine failed: {type(error).__name__}: {error}"
+            self._ended = f"it failed: {type(error).__name__}: {error}"
             for job in [*self._running, *self._waiting]:
                 if not job.answer.done():
                     job.answer.set_exception(EnginehouseError(f"acme_rollout: {self._ended}"))
 
     def _next(self) -> list[Job]:
-        """Return the next requests to begin, in order: as many as there is room for, and at least one if none runs."""
+        """Return the next requests in order: as many as there is room for, and at least one if nothing runs."""
         taken: list[Job] = []
         room = self._max_running - len(self._batch.rows)
         while self._waiting and (len(self._waiting[0].rows) <= room or not (taken or self._running)):
@@ -253,7 +253,7 @@ class AcmeRolloutEngine:
         self._settle()
 
     def _settle(self) -> None:
-        """Forget requests that were answered or cancelled, and set the events for what remains."""
+        """Forget answered and cancelled requests, and set the events."""
         self._running = [job for job in self._running if not job.answer.done()]
         self._waiting = deque(job for job in self._waiting if not job.answer.done())
         go_on = bool(self._running) and (not self._paused or self._draining)

@@ -1,7 +1,6 @@
-"""AdamW for ranks that hold equal replicas of the model.
+"""AdamW over ranks with equal replicas: each step sums gradients and loss weights over the ranks, and divides.
 
-Once per step, gradients and loss weights are summed over the ranks, and the gradients are divided by the weight.
-accelerate's `reduce` computes the sums, not DDP's hooks, because a rank's shard may be empty, and ranks may make
+accelerate's `reduce` computes the sums. DDP's hooks cannot, because a rank's shard may be empty, and ranks may make
 different numbers of passes.
 """
 
@@ -18,15 +17,15 @@ from acme_train.train_options import AcmeTrainOptions
 
 
 class Optimizer:
-    """The optimizer of one rank; a checkpoint of `enginehouse_torch.modeling` takes it as it is.
+    """The optimizer of one rank, in the form that a checkpoint of `enginehouse_torch.modeling` saves.
 
     Args:
         parameters: trained parameters by name, each once.
         options: hyperparameters and schedule.
-        accelerator: sums over the ranks.
+        accelerator: sums tensors over the ranks.
 
     Attributes:
-        step_number: steps taken; skipped ones do not count.
+        step_number: number of steps, without skipped ones.
     """
 
     def __init__(
@@ -46,13 +45,13 @@ class Optimizer:
         )
 
     def count(self, weight: float) -> None:
-        """Add a weight of the loss. The gradient of the step is divided by the sum of the weights of all ranks."""
+        """Add to the loss's weight; the step divides its gradient by the weight of all ranks."""
         self._weight += weight
 
     def step(self) -> dict[str, float]:
-        """See `TrainEngine.optim_step`; collective."""
+        """Take one step, as `TrainEngine.optim_step` describes; collective."""
         for parameter in self._parameters.values():
-            if parameter.grad is None:  # a rank without rows takes part all the same
+            if parameter.grad is None:  # a rank without rows takes part too
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         weight = torch.tensor(self._weight, device=gradients[0].device)
@@ -74,21 +73,21 @@ class Optimizer:
         self._weight = 0.0
         return figures
 
-    # What a checkpoint asks for
+    # The methods that a checkpoint calls
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live moments, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
-        found = {}
+        moments = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
             if not state:  # before the first step
                 zeros = torch.zeros_like(parameter)
                 state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
-            found |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
-        return found
+            moments |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return moments
 
     def restored(self, step_number: int) -> None:
-        """Continue after step `step_number`, once the tensors of `state` were overwritten."""
+        """Continue from `step_number`, after the tensors of `state` were overwritten."""
         self.step_number = step_number
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))

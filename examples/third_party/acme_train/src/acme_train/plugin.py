@@ -1,4 +1,4 @@
-"""Registers the parts of this package. Every command imports this module, so it names code by strings."""
+"""The records that this package adds to enginehouse. Every command imports this module, so it names code by strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enginehouse.plugin import Layout, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import RESHARD_CHECKPOINT
 
 enginehouse_protocol = "1.1"
-"""The plugin contract that this is written for."""
+"""The contract version that this plugin is written for."""
 
 
 @hookimpl
@@ -15,7 +15,7 @@ def enginehouse_register_backends(register):
         TrainBackend(
             name="acme_train",
             summary="A transformers model, data parallel by accelerate",
-            engine="acme_train.train:AcmeTrainEngine",  # imported in the worker, nowhere else
+            engine="acme_train.train:AcmeTrainEngine",  # imported only in the worker
             options="acme_train.train_options:AcmeTrainOptions",
             requires=("accelerate>=1.0",),
             capabilities={RESHARD_CHECKPOINT},

@@ -1,7 +1,7 @@
-"""The training engine `acme_train`: a transformers model, equal on every data-parallel rank, on accelerate.
+"""The training engine `acme_train`: a transformers model with a copy on each rank. accelerate sums over the ranks.
 
-The contract is `enginehouse.engines.train`. `enginehouse_torch.modeling` computes logprobs and losses, on rows without
-padding and in micro-batches. It serves engines that run Hugging Face models in torch.
+The contract is `enginehouse.engines.train`. `enginehouse_torch.modeling` handles rows without padding, logprobs,
+losses and micro-batches.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class AcmeTrainEngine:
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: AcmeTrainOptions, context: ProcessContext) -> None:
-        """Load the model, and give every rank the weights of the first.
+        """Load the model, and give every rank the weights of the first rank.
 
         Raises:
-            ModelError: the model cannot be loaded, has another head, or must be trained in another dtype than float32.
+            ModelError: the model cannot be loaded, or the config asks for another dtype than float32.
             ConfigError: the schedule decays, and `total_steps` is not set.
         """
         learning_rate(options.warmup_steps, options)
         if model.dtype != "float32" or model.head != "causal_lm":
             raise ModelError(f"acme_train trains causal language models in float32, not {model.head} in {model.dtype}")
         self._spec = model
-        self._ranks = Ranks.join(context)  # accelerate takes the process group that it finds
+        self._ranks = Ranks.join(context)  # accelerate uses this process group
         self._accelerator = Accelerator(cpu=context.device == "cpu")
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
         self._model = load_model(model, self._accelerator.device)
@@ -60,25 +60,25 @@ class AcmeTrainEngine:
         self._optimizer = Optimizer(dict(self._model.named_parameters()), options, self._accelerator)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients. If there is a `loss_mask`, compute them only for the tokens it marks."""
+        """Compute `outputs` without gradients; if there is a `loss_mask`, only for the tokens that it marks."""
         return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of the summed loss, and the weight by which the sum is divided."""
+        """Add up the gradient of the loss's sums, and its weight."""
         metrics, weight = self._token_model.forward_backward(batch, loss)
         self._optimizer.count(weight)
         return metrics
 
     def optim_step(self) -> Metrics:
-        """Take one step; see `Optimizer.step`."""
+        """Take one optimizer step."""
         return self._optimizer.step()
 
     def weight_source(self) -> Weights:
-        """Return access to the live weights."""
+        """Return the current weights."""
         return Weights(unique_state(self._model, self._stored))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` and `"rng"`, whole or not at all; collective.
+        """Write `"model"`, `"optimizer"` and `"rng"`, completely or not at all; collective.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
@@ -118,25 +118,25 @@ class AcmeTrainEngine:
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         del self._model, self._token_model, self._optimizer, self._accelerator
-        AcceleratorState._reset_state(reset_partial_state=True)  # it is the process's: the next engine begins anew
+        AcceleratorState._reset_state(reset_partial_state=True)  # global state, which the next engine must not find
         GradientState._reset_state()
         self._ranks.leave()
 
 
 class Weights:
-    """A `WeightSource` of weights that every rank holds whole: the live tensors, by their names in the checkpoint."""
+    """Weights by their names in the checkpoint. Every rank holds all of them. Implements `WeightSource`."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
-        """Return the metadata of all parameters; tied parameters appear once."""
+        """Return the metadata of all weights. Tied weights occur once."""
         return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter."""
+        """Yield all weights."""
         return iter(self._tensors.items())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter, because this rank's part is the whole."""
+        """Yield this rank's parts, which are all weights."""
         return self.iter_full()

@@ -1,4 +1,4 @@
-"""Options of the training engine. This module imports little, because a config is checked without the engine."""
+"""Options of the training engine. This module is light to import, because `plan` checks options without the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enginehouse.engines.options import TrainOptions
 
 
 class AcmeTrainOptions(TrainOptions):
-    """Options of the `acme_train` training engine: the options of all training engines, and further typed fields.
+    """Options of the `acme_train` training engine: the options of all training engines, and the fields that you add.
 
-    `native` is passed to the engine unchanged. Override `check` and `check_model` to reject options that cannot work.
+    `native` goes to the engine unchanged. Override `check` and `check_model` to reject options that cannot work.
     """
