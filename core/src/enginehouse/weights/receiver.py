@@ -109,9 +109,7 @@ class WeightReceiver:
                     ) from error
                 raise
 
-    async def _take(
-        self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool
-    ) -> ArrivedSums:
+    async def _take(self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool) -> ArrivedSums:
         if pauses:
             await self._engine.pause(self._pausing[0])
         await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))

@@ -339,9 +339,7 @@ def read_score(returned: Any) -> RowScore | Failure:
         if not math.isfinite(number):
             return Failure(f"returned {number}{where}, but a reward must be a finite number")
         if name == "reward" and abs(number) > FLOAT32_MAX:
-            return Failure(
-                f"returned {number}{where}, but a reward must not exceed the largest float32"
-            )
+            return Failure(f"returned {number}{where}, but a reward must not exceed the largest float32")
         figures[str(name)] = number
     return RowScore(figures.pop("reward"), figures, answer=answer or "")
 
