@@ -301,9 +301,11 @@ def test_an_older_contract(bad: Bad):
 @pytest.mark.bad_plugin(
     what="has an engine that lacks methods",
     listed="ok",
-    found="train 'acme': engine 'acme_parts:Half' is no TrainEngine: it lacks forward, forward_backward, optim_step",
+    found="train 'acme': engine 'acme_parts:Half' does not implement TrainEngine: it lacks forward, forward_backward, "
+    "optim_step",
     cure="pip install --upgrade acme",
-    asked="the engine of 'acme', acme_parts:Half, is no TrainEngine; it lacks forward, forward_backward, optim_step",
+    asked="the engine of 'acme', acme_parts:Half, does not implement TrainEngine: it lacks forward, forward_backward, "
+    "optim_step",
 )
 def test_missing_methods(bad: Bad):
     found = bad.is_shown(backend(engine="Half"))
@@ -313,7 +315,7 @@ def test_missing_methods(bad: Bad):
 @pytest.mark.bad_plugin(
     what="has an engine whose method takes other arguments",
     listed="ok",
-    found="train 'acme': engine 'acme_parts:Skewed' is no TrainEngine: forward: it takes (self, batch)",
+    found="train 'acme': engine 'acme_parts:Skewed' does not implement TrainEngine: forward: it takes (self, batch)",
     cure="pip install --upgrade acme",
     asked="works",
 )
@@ -324,9 +326,9 @@ def test_a_method_of_another_signature(bad: Bad):
 @pytest.mark.bad_plugin(
     what="declares a capability that its engine lacks",
     listed="ok",
-    found="is no OffloadsState: it lacks offload, onload, which its capability 'offload' promises",
+    found="does not implement OffloadsState: it lacks offload, onload, which its capability 'offload' promises",
     cure="pip install --upgrade acme",
-    asked="the engine of 'acme', acme_parts:Engine, is no OffloadsState; it lacks offload, onload",
+    asked="the engine of 'acme', acme_parts:Engine, does not implement OffloadsState: it lacks offload, onload",
 )
 def test_a_capability_that_is_absent(bad: Bad):
     bad.is_shown(backend(further=", capabilities={'offload'}"))
@@ -382,9 +384,9 @@ def test_options_that_import_torch(bad: Bad):
 @pytest.mark.bad_plugin(
     what="names a class that is no engine",
     listed="ok",
-    found="train 'acme': engine 'acme_parts:NoEngine' is no TrainEngine: it lacks setup, forward",
+    found="train 'acme': engine 'acme_parts:NoEngine' does not implement TrainEngine: it lacks setup, forward",
     cure="pip install --upgrade acme",
-    asked="the engine of 'acme', acme_parts:NoEngine, is no TrainEngine; it lacks setup, forward",
+    asked="the engine of 'acme', acme_parts:NoEngine, does not implement TrainEngine: it lacks setup, forward",
 )
 def test_a_class_that_is_no_engine(bad: Bad):
     bad.is_shown(backend(engine="NoEngine"))

@@ -88,7 +88,7 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        ("json:JSONDecoder", "tracker", "is no Tracker: it lacks start, log, finish"),
+        ("json:JSONDecoder", "tracker", "does not implement Tracker: it lacks start, log, finish"),
         ("json:dumps", "environment", "must be a class, but is dumps, a function"),
         ("json:loads", "environment", "must be a class, but is loads, a function"),
         ("threading:Barrier.reset.__name__", "loss", "must be a function or a class, not str"),

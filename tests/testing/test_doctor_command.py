@@ -329,7 +329,8 @@ def test_an_engine_is_examined_in_the_runtime_that_it_would_run_in(doctor, distr
     ]
     (finding,) = found["findings"]
     assert finding["what"].startswith(
-        f"in runtime {made.name}: rollout 'swift': engine 'acme_parts:Engine' is no RolloutEngine: it lacks generate, "
+        f"in runtime {made.name}: rollout 'swift': engine 'acme_parts:Engine' does not implement RolloutEngine: it "
+        "lacks generate, "
     )
 
     manifest = json.loads((made.path / "manifest.json").read_text())

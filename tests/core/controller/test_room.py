@@ -54,7 +54,7 @@ def test_neighbours_stay_together_where_they_can():
 def test_what_there_is_no_room_for_is_refused_at_once():
     room = Room(TWO, TWO)
     assert room.take(12, 1) == [8, 4]
-    with pytest.raises(PlacementError, match=r"not large enough for 2 processes.*beside the other roles.*room for 1\."):
+    with pytest.raises(PlacementError, match=r"not large enough for 2 processes.*besides.*roles.*room for 1 of them\."):
         room.take(2, 4)
     assert room.take(1, 4) == [1]
 

@@ -132,8 +132,8 @@ def _refused():
 def test_what_cannot_be_placed_is_said_at_once(cluster):
     (too_many, too_large, too_few), ((_, visible),), gpus = cluster.run(_refused)
     assert gpus == 16
-    assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
-    assert "there is room for 16. The cluster has 2 node(s)" in too_many
-    assert "for 1 processes, 1 CPU, 9 GPU each on a single node: " in too_large
+    assert "not large enough for 17 processes that each need 1 CPU, 1 GPU on one node: " in too_many
+    assert "it has room for 16 of them. The cluster has 2 node(s)" in too_many
+    assert "for 1 processes that each need 1 CPU, 9 GPU on one node: " in too_large
     assert "not enough for 3 guests that each use the GPUs of 3 processes on one node" in too_few
     assert visible == ""  # a process without a GPU sees none

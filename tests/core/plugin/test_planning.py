@@ -128,7 +128,8 @@ def test_a_worker_whose_engine_lacks_methods_names_them_all(site):
     site.load()
     spec = WorkerSpec(TrainWorker, "swift", ModelSpec("nowhere"))
     lacking = (
-        "is no TrainEngine; it lacks forward, forward_backward, optim_step, weight_source, load, export_hf, shutdown"
+        "does not implement TrainEngine: it lacks forward, forward_backward, optim_step, weight_source, load, "
+        "export_hf, shutdown"
     )
     with pytest.raises(EnginehouseError, match=lacking):
         WorkerGroup(None, spec, launcher="inline")

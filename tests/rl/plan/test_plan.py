@@ -612,7 +612,7 @@ def test_an_engine_is_looked_for_where_it_is_to_run(limited: Callable[..., Plan]
 
 def test_an_engine_that_cannot_do_what_its_record_declares_is_refused(limited: Callable[..., Plan]):
     said = refusal(limited, "actor.engine.backend=unable")
-    assert "is no TrainsAdapters; it lacks forward_base, export_adapter" in said
+    assert "does not implement TrainsAdapters: it lacks forward_base, export_adapter" in said
 
 
 def test_a_loss_may_need_what_is_taken_from_elsewhere(limited: Callable[..., Plan]):

@@ -158,9 +158,18 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("singleturn", "environment.name: unknown environment 'singleturn'. Did you mean 'single_turn'?"),
         ("games.Game", "name your own function as games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
-        ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
-        ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, but must be: its result"),
-        ("games:Small", "'games:Small' is no Environment: run: it takes (self, task), and cannot be called as"),
+        (
+            "games:Mute",
+            "environment.name: 'games:Mute' does not implement Environment: it lacks run (docs/plugins/environment.md)",
+        ),
+        (
+            "games:Blocking",
+            "'games:Blocking' does not implement Environment: run: it is not async, but must be: its result",
+        ),
+        (
+            "games:Small",
+            "'games:Small' does not implement Environment: run: it takes (self, task), and cannot be called as",
+        ),
         ("games:run", "'games:run' must be a class, but is run, a function"),
         (
             "games:Game, arguments: {round: 3}",
@@ -255,4 +264,4 @@ def test_what_a_plugin_declares_has_to_be_an_environment(project: Project, monke
     monkeypatch.syspath_prepend(str(project.root))
     assert list(find_faults(Environment(name="sure", environment="games:Sure"))) == []
     (fault,) = find_faults(Environment(name="mute", environment="games:Mute"))
-    assert fault.what == "environment 'mute': environment 'games:Mute' is no Environment: it lacks run"
+    assert fault.what == "environment 'mute': environment 'games:Mute' does not implement Environment: it lacks run"

@@ -62,8 +62,11 @@ def _tracking(project: Project):
         ("[{name: 'tracking:Kept', arguments: {path: a, every: often}}]", "expected a whole number"),
         ("[{name: 'tracking:Kep'}]", "Did you mean 'Kept'?"),
         ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' must be a class, but is kept, a function"),
-        ("[{name: 'tracking:Half'}]", "'tracking:Half' is no Tracker: it lacks log, finish"),
-        ("[{name: 'tracking:Short'}]", "'tracking:Short' is no Tracker: log: it takes (self, step), and cannot be"),
+        ("[{name: 'tracking:Half'}]", "'tracking:Half' does not implement Tracker: it lacks log, finish"),
+        (
+            "[{name: 'tracking:Short'}]",
+            "'tracking:Short' does not implement Tracker: log: it takes (self, step), and cannot be",
+        ),
         ("[{name: wandb}, {name: wandb}]", "run.trackers[1].name: 'wandb' is listed twice"),
         ("[{name: 'tracking:Kept', arguments: {path: a, api_key: abc}}]", "run.trackers[0].arguments.api_key holds a"),
         ("[{name: 'tracking:Kept', arguments: {path: '${NO_SUCH_ONE}'}}]", "no environment variable NO_SUCH_ONE"),

@@ -149,7 +149,10 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
     if not wrappers:
         return None
     if len(wrappers) > 1:
-        raise DispatchError("only one argument of a call can be Balanced: the other batches are split in the same way")
+        raise DispatchError(
+            "only one argument of a call can be Balanced, because it determines the rows that each rank gets of every "
+            "batch in the call"
+        )
     if not is_splittable(wrappers[0].batch):
         raise DispatchError(f"Balanced must wrap a batch, not {type(wrappers[0].batch).__name__}")
     if shards == 1:

@@ -292,7 +292,11 @@ class WorkerGroup:
         self.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Raise an `AttributeError` that names the remedy. Registered methods are set when the group is made."""
+        """Raise an `AttributeError` that names the remedy.
+
+        Python calls this method only if the group lacks the attribute `name`. Registered methods are attributes that
+        are set when the group is made, so `name` is not a registered method.
+        """
         cls = self.__dict__.get("_cls")
         if cls is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

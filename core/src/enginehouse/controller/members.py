@@ -112,7 +112,7 @@ class Members:
 
 
 class GroupRanks(Members):
-    """The ranks of one group. They end together, so a single rank is never lost."""
+    """The ranks of one group. All ranks end together, so no rank is ever reported as lost while others live."""
 
     def __init__(self, group: WorkerGroup):
         ranks = [Member(rank, 0, group) for rank in range(group.world_size)]

@@ -379,8 +379,8 @@ class Room:
             if (most := sum(rooms.values())) >= processes:
                 return self._take(rooms, processes, asked)
         raise PlacementError(
-            f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each on a single node: "
-            f"beside the other roles of the run there is room for {most}. {describe_cluster()}"
+            f"the cluster is not large enough for {processes} processes that each need {_amounts(asked)} on one node: "
+            f"besides the other roles of the run, it has room for {most} of them. {describe_cluster()}"
         )
 
     def _take(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:

@@ -100,7 +100,8 @@ class ResourcePool:
     def split(self, parts: int | Sequence[int]) -> list[ResourcePool]:
         """Make pools over consecutive parts of this pool's processes.
 
-        The parts use the places of this pool, so a group on a part also counts on this pool.
+        The parts use the places of this pool. So a group on a part takes places of this pool too, and counts towards
+        the `max_colocate` of these places.
 
         Args:
             parts: number of equal parts, or the size of each part in processes.

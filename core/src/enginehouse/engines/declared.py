@@ -116,9 +116,9 @@ def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str
     for protocol in protocols:
         if missing := find_missing_methods(target, protocol):
             by = f", which its capability {capabilities[protocol]!r} promises" if protocol in capabilities else ""
-            yield f"is no {protocol.__name__}: it lacks {', '.join(missing)}{by}"
+            yield f"does not implement {protocol.__name__}: it lacks {', '.join(missing)}{by}"
         for mismatch in find_mismatched_methods(target, protocol):
-            yield f"is no {protocol.__name__}: {mismatch}"
+            yield f"does not implement {protocol.__name__}: {mismatch}"
 
 
 def _find_options_faults(target: Any, record: Backend) -> Iterator[str]:

@@ -113,10 +113,11 @@ class MemoryDemand:
     Attributes:
         shape: shape of the role's model.
         head: head of the model, as in `ModelSpec`.
-        itemsize: bytes per element of the dtype that it computes in.
-        processes: processes of the role.
-        rows: maximum number of rows of one call over all processes; for a rollout, the completions of a step.
-        longest: tokens of the longest row.
+        itemsize: bytes per element of the dtype in which the role computes.
+        processes: number of processes that run the role.
+        rows: maximum number of rows of one call, summed over all processes; for a rollout, the number of completions of
+            a step.
+        longest: number of tokens of the longest row.
         trained: True if the role takes optimizer steps.
         device: torch device type of the run.
         card: memory of one device in bytes; None if unknown.

@@ -37,11 +37,12 @@ def positions(model: Mapping[str, Any]) -> int | None:
 
 
 def served_positions(model: Mapping[str, Any]) -> int | None:
-    """Return the longest row that all engines sample and score in the same way, by `config.json`; None if unknown.
+    """Return the maximum number of tokens of a row that all engines sample and score alike; None if unknown.
 
-    This is `positions`, except for RoPE types whose frequencies change once a row exceeds the original length. There a
-    token's logprob depends on the final length of its row, and runtimes choose the frequencies differently: vLLM uses
-    the longest row that it is started for, and for `longrope` it rejects rows beyond the original length.
+    The number is computed from the model's `config.json`. It is `positions`, except for RoPE types whose frequencies
+    change once a row exceeds the original length. In such a longer row, a token's logprob depends on the final length
+    of the row. Runtimes also choose the frequencies differently: vLLM uses the maximum row length that it is started
+    with, and for `longrope` it rejects rows beyond the original length.
     """
     text, scaling = _text_and_scaling(model)
     number = positions(model)

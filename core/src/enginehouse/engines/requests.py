@@ -7,7 +7,7 @@ from enginehouse.errors import EnginehouseError
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: int | None) -> None:
-    """Reject a request that would fail later, together with other requests.
+    """Reject an invalid request before it begins. Later, its error could also end other requests of the same batch.
 
     Raises:
         EnginehouseError: if the prompt is empty, too long or has unknown tokens, or a parameter is outside its range.

@@ -39,7 +39,7 @@ def check_awake(asleep: Set[str], has_no_weights: bool) -> None:
         named = " and ".join(part for part in PARTS if part in asleep)
         raise EnginehouseError(f"the engine cannot generate while its {named} sleep: call wake_up first")
     if has_no_weights:
-        raise EnginehouseError("the engine has no weights since it slept: it needs a weight update first")
+        raise EnginehouseError("the engine has had no weights since it slept: send a weight update first")
 
 
 def check_weights_awake(asleep: Set[str]) -> None:

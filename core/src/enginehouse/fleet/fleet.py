@@ -162,10 +162,10 @@ class RolloutFleet(ReplicaGroup):
         """Return the metrics since the last call, all named `rollout/...`.
 
         They are `restarts` of replicas, `retries` of requests, the number of serving `replicas`, and `queued`, the
-        maximum number of samples that waited for a replica. `busy_seconds` is a mean over replicas, and `utilisation`
-        its fraction of the time with requests in progress. With several replicas the metrics include the number of the
-        slowest replica (`slowest_replica`), and the factor by which it takes longer than the others (`slowest`). The
-        engines' own metrics are those of the last health check.
+        maximum number of samples that waited for a replica. `busy_seconds` is the mean time in which a replica had
+        requests. `utilisation` is `busy_seconds` divided by the time in which any replica had requests. With several
+        replicas the metrics include the number of the slowest replica (`slowest_replica`), and the factor by which it
+        takes longer than the others (`slowest`). The engines' own metrics are those of the last health check.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -263,8 +263,9 @@ class RolloutFleet(ReplicaGroup):
         """Generate `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
 
         Yields:
-            Numbers of answered rows, and their samples; the samples of a row are next to each other. Rows come in the
-            order in which they end, each once. `seconds` is the time that the samples' replica was busy in this call.
+            Indices of the rows of `batch` that have ended, and the samples of these rows. The samples of a row are next
+            to each other. Each row is yielded once, when its last sample has ended. The column `seconds` is the time
+            for which the replica that generated a sample had been busy since this call began.
 
         Raises:
             ControllerError: the errors of `generate`.

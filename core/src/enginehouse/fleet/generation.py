@@ -75,7 +75,8 @@ def sort_samples(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
     """Concatenate samples in the order of their rows.
 
     Args:
-        pieces: rows and their samples, at least one piece. Each row has the same number of samples, next to each other.
+        pieces: at least one pair of row indices and the samples of these rows. The samples of a row must be next to
+            each other, and every row must have the same number of samples.
     """
     row_parts, sample_parts = zip(*pieces, strict=True)
     rows = np.concatenate([np.asarray(part, np.int64) for part in row_parts])

@@ -135,8 +135,11 @@ class ReplicaGroup:
         self.call_living("abort", timeout=timeout)
 
     def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every living replica; the result is None for a replica that is lost during the call. Returns an empty
-        list if no replica is left. Code that waits for a restarting replica gets the error of that restart."""
+        """Call every living replica; the result is None for a replica that is lost during the call.
+
+        If no replica is left, the result is an empty list instead of an error. A later call of `members` waits for a
+        restart, and raises `ReplicasLost` if no replica can be restarted.
+        """
         living = self._find_living()
         if not living.members:
             return []

@@ -35,7 +35,8 @@ def deprecated(what: str, *, since: str, instead: str) -> ContractDeprecation:
     """Return the warning for one deprecated part.
 
     Args:
-        what: name of the part for authors of plugins, such as `"Loss.output"` or `"enginehouse_validated(step)"`.
+        what: the deprecated part as authors of plugins know it, such as `"Loss.output"` or
+            `"enginehouse_validated(step)"`.
         since: first contract version that warns, such as `"1.2"`.
         instead: the replacement.
     """

@@ -116,7 +116,8 @@ class TrainWorker(Worker):
         Args:
             batch: `input_ids`, `loss_mask` and the loss's columns, except those that `fill_defaults` adds. With several
                 mini-batches also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
-            first_loss: loss of the first optimizer step, before which the weights have not changed; None: `loss`.
+            first_loss: loss for the first optimizer step, for example to measure the weights before they change. None:
+                the first step uses `loss` too.
 
         Returns:
             The loss's means over all steps; the optimizer's metrics (`grad_norm`, `lr`, `skipped`), averaged over the
@@ -529,7 +530,8 @@ def _load_engine_class(record: Backend, protocol: type) -> Any:
     engine = resolve(record.engine)
     if isinstance(engine, type) and (missing := find_missing_methods(engine, protocol)):
         raise PluginError(
-            f"engine {record.name!r}: {record.engine} is no {protocol.__name__}; it lacks {', '.join(missing)}"
+            f"engine {record.name!r}: {record.engine} does not implement {protocol.__name__}: it lacks "
+            f"{', '.join(missing)}"
         )
     return engine
 

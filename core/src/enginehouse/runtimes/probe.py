@@ -87,8 +87,9 @@ def check_interpreter(python: str) -> ProbeResult:
         wrong.append(f"its Ray is {result.ray}, but the driver's is {ray_version()}")
     if wrong:
         raise RuntimeProblem(
-            f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Workers need the driver's versions: make "
-            "an environment with `enginehouse runtime create ENGINE`, or install the driver's version there"
+            f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Workers need the same minor version of "
+            "Python and the same version of Ray as the driver: make an environment that has both with `enginehouse "
+            "runtime create ENGINE`, or install the missing versions in the environment of this interpreter"
         )
     return result
 

@@ -79,6 +79,6 @@ def verify_state(state: WeightState, version: int, sums: Mapping[str, str], wher
         wrong = differing + absent
         raise WeightSyncError(
             f"{where} received all of weight version {version}, but does not serve {listed(wrong)} as sent. "
-            "It answers no requests.",
+            "So it is not allowed to answer requests.",
             parameters=wrong,
         )

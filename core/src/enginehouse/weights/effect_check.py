@@ -97,7 +97,7 @@ class EffectCheck:
                 raise WeightSyncError(
                     f"{replicas.name_of(place)} holds the weights of version {version}, but does not compute with "
                     f"them: its logprobs differ from the trainer's by {difference:.4g} nats on average "
-                    f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
+                    f"(weights.effect_tolerance is {self._tolerance:g}). So it is not allowed to answer requests."
                 )
             differences.append(difference)
             now = Scores(scored_tokens(expected), scored_tokens(rows))
@@ -128,8 +128,8 @@ class EffectCheck:
             raise WeightSyncError(
                 f"{replicas.name_of(place)} says that it serves version {version}, but computes as before: the "
                 f"trainer's logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and the "
-                f"replica shows {share:.0%} of that change. It dropped the update, or a large part of it, and answers "
-                "no requests."
+                f"replica shows {share:.0%} of that change. So the replica dropped the update, or a large part of it. "
+                "It is not allowed to answer requests."
             )
         self._scored[key] = now, sums
         if share is not None:

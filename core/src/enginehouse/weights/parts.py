@@ -15,8 +15,9 @@ def check_layout(parameter: ParamMeta, ranks: int) -> None:
     """Check that metadata describe a layout over `ranks` ranks.
 
     Raises:
-        WeightSyncError: an owner is not a rank, an owner is named twice, or the mesh size differs from the number of
-            owners. There must be one placement for each axis: `"R"`, or `"S"` with a dimension of the parameter.
+        WeightSyncError: an owner is not a rank, an owner is named twice, the mesh size differs from the number of
+            owners, the number of placements differs from the number of mesh axes, or a placement is neither `"R"` nor
+            `"S"` with a dimension of the parameter.
     """
     owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
     dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}

@@ -125,7 +125,10 @@ class Diagnosis:
         return [rank for rank, ref in self.refs.items() if ref in busy]
 
     def idle_seconds(self) -> float:
-        """Return the seconds since an unfinished rank made progress; infinite if no rank reports progress."""
+        """Return the seconds since any of the unfinished ranks last made progress; infinite if none reports progress.
+
+        So the result is small as long as one rank makes progress, even if the other ranks hang.
+        """
         import ray
 
         asked = [self.actors[rank].idle_seconds.remote() for rank in self.unfinished()]

@@ -1,7 +1,8 @@
 """Encodes the arguments of a call for Ray actors.
 
-Small arguments are sent inside the call. A large argument of several ranks is stored once, and ranks on a node read it
-without a copy. A `Future` of one object is sent as a reference, and a `DistributedBatch` as an `Assembly`.
+Small arguments are sent inside the call. A large argument that several ranks receive is put into Ray's object store
+once, and all ranks on a node read it there without a copy. A `Future` whose result is a single object in that store is
+sent as a reference, so its value does not pass through this process. A `DistributedBatch` is sent as an `Assembly`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from enginehouse.controller.launchers.host import Keep, Shared
 from enginehouse.errors import first_line
 
 STORE_BYTES = 64 * 1024
-"""Size in bytes from which an argument of several ranks is stored once."""
+"""Size in bytes from which an argument that several ranks receive is stored once."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -26,8 +27,12 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def encode(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """Return the arguments of `Host.call` for each rank; None for a rank that is not called. `keep` tells, by rank,
-    which part of the result comes back. Results of other ranks stay on their workers."""
+    """Return the arguments of `Host.call` for each rank; None for a rank that is not called.
+
+    Args:
+        keep: for a rank, the part of its result that comes back. The results of ranks without an entry stay on their
+            workers.
+    """
     if all(call is None or _is_plain(call) for call in calls):
         return _encode_plain(role, method, calls, keep)
     import ray

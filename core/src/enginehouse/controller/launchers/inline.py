@@ -35,7 +35,7 @@ class InlineCall:
 
     Args:
         keep: True if the result is collected.
-        origin: origin of the shard that replaces a returned batch; None: the batch itself is returned.
+        origin: `Shard.origin` for the shard that the call returns instead of a batch; None: the call returns the batch.
         make_error: function that makes the error to raise for an exception.
     """
 

@@ -83,7 +83,7 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
 
 
 def name_missing_start(group: str, node: str, path: str) -> str:
-    """Return the message, with the remedy, for a node without a file that the group's workers are started from."""
+    """Return the message, with the remedy, for a node that lacks `path`, from which the group's workers are started."""
     return (
         f"{group}: node {node} has no {path}, but its workers are started from this path. Every node needs the "
         f"runtimes and the packages of this process at the same paths: share {runtimes_folder()} and {sys.prefix} with "
@@ -92,7 +92,7 @@ def name_missing_start(group: str, node: str, path: str) -> str:
 
 
 def name_missing_model(group: str, node: str, path: str) -> str:
-    """Return the message, with the remedy, for a node without a model that the group's workers read."""
+    """Return the message, with the remedy, for a node that lacks `path`, which holds a model of the group's workers."""
     return (
         f"{group}: node {node} has no {path}, but its workers read this path. Every node needs every model at the same "
         "path: put the model on a file system that all nodes see (HF_HOME moves models of the hub, XDG_CACHE_HOME "

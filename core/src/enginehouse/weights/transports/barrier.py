@@ -40,10 +40,12 @@ class Barrier:
             )
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait until `ready()`, even if the connection breaks at the same time. The caller holds `changed`.
+        """Wait until `ready()` is True. The caller holds `changed`.
+
+        If `ready()` is True, a broken connection raises no error, but an abort does.
 
         Raises:
-            WeightUpdateAborted: `version` was aborted, or the connection is broken.
+            WeightUpdateAborted: `version` was aborted, or the connection broke before `ready()` was True.
             WeightSyncError: the deadline passed; `missing()` describes what did not happen.
         """
         self.changed.wait_for(lambda: ready() or self.aborted >= version or bool(self.broken), deadline.left)

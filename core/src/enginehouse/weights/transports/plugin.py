@@ -40,7 +40,7 @@ def enginehouse_register_transports(register):
 
 @hookimpl(trylast=True)
 def enginehouse_pick_transport(cluster, transports):
-    """Choose the transport with the shortest reach that suffices, and prefer core's own transports.
+    """Choose the transport with the shortest sufficient reach. Of several, prefer core's own transports.
 
     Between hosts, several training ranks send their own parts by `point_to_point` if it is installed, because gathering
     the parts for `collective` takes longer than sending them (`make bench NAME=transports`).
@@ -60,6 +60,6 @@ def enginehouse_pick_transport(cluster, transports):
     installed = ", ".join(f"{each.name} ({', '.join(sorted(each.capabilities))})" for each in transports) or "none"
     raise ConfigError(
         f"actor and rollout {where}, and no installed weight transport has the capability "
-        f"{' or '.join(reaches)}. Installed: {installed}. Place the two roles nearer to each other, or install a "
-        "plugin with such a transport."
+        f"{' or '.join(reaches)}. Installed: {installed}. Choose another rollout.placement, for which an installed "
+        "transport suffices, or install a plugin with such a transport."
     )

@@ -1,6 +1,7 @@
-"""A store of `torch.distributed`, by which the ranks of a group meet, over existing connections.
+"""A `torch.distributed` store, through which the ranks of a process group exchange addresses when they connect.
 
-torch's own store would need an additional port, and its waits would not obey the deadlines here.
+The store sends its values over the connections of the session. torch's own store would need an additional port, and its
+waits would not obey the deadlines of the session.
 """
 
 from __future__ import annotations

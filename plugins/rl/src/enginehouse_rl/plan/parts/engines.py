@@ -170,7 +170,7 @@ class RoleEngine:
         for protocol in protocols_of(record):
             if missing := find_missing_methods(definition, protocol):
                 self.findings.refuse(
-                    f"{begins}, {record.engine}, is no {protocol.__name__}; it lacks {', '.join(missing)}"
+                    f"{begins}, {record.engine}, does not implement {protocol.__name__}: it lacks {', '.join(missing)}"
                 )
         return record
 
