@@ -33,12 +33,14 @@ class Batch:
 
     A column is a dense tensor `(rows, ...)` (numpy arrays are accepted), a `Ragged` (one sequence per row, no padding),
     or a tuple of Python objects (lists are accepted). A batch is immutable: operations return new batches that share
-    memory with the old one if possible. Never write into a column in place: torch has no read-only tensors, and a write
-    to the object store would change the data of every reader. Use `clone` first. Ragged columns with equal row lengths
-    share one `offsets` tensor.
+    memory with the old one if possible. Ragged columns with equal row lengths share one `offsets` tensor.
 
     Pickling sends each tensor as an out-of-band buffer (pickle 5), so a batch from Ray's object store is a view of the
     store. Device tensors arrive in host memory.
+
+    Never write into a column in place; write into a `clone` of the batch. Other batches, and other processes that read
+    the same object from the store, may share the column's memory, so they would see the change. Torch cannot prevent
+    such a write, because it has no read-only tensors.
 
     >>> batch = Batch({"input_ids": Ragged.from_list([[1, 2], [3]]), "reward": torch.tensor([0.0, 1.0])})
     >>> batch["input_ids"][1], len(batch)

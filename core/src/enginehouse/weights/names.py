@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return a detached state dict that lists tied parameters once: under their first name in `preferred`, or else
-    under their first name."""
+    """Return a detached state dict that lists each tied parameter once.
+
+    If some of the parameter's names are in `preferred`, the dict uses the first of these. Otherwise it uses the
+    parameter's first name.
+    """
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 
