@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 ROWS_OF_A_RUN = 4
-"""Mean length of runs of consecutive rows from which a batch is copied run by run. Below it, rows are copied one by
-one."""
+"""Minimum mean length, in rows, of the runs of consecutive rows for which a batch is copied run by run. Rows of shorter
+runs are copied one by one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Piece:
     Attributes:
         place: object reference of the shard, or a batch from the sending process that contains only the needed rows.
         origin: the call that made the shard, for messages.
-        rows: row numbers in the shard; None for all rows.
+        rows: indices of the rows in the shard; None for all rows.
     """
 
     place: Any
@@ -36,7 +36,7 @@ class Piece:
     rows: np.ndarray | slice | None
 
     def read(self, names: list[str], timeout: float | None) -> tuple[Batch, np.ndarray]:
-        """Read the shard's columns `names` through this node's object store, and return them with the row numbers."""
+        """Read the shard's columns `names` through this node's object store, and return them with the row indices."""
         import numpy as np
 
         columns = _read(self.place, self.origin, timeout).select(names)
@@ -65,7 +65,7 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Total size in bytes: the row numbers, the columns that the controller sends, and the rows that the sending
+        """Total size in bytes: the row indices, the columns that the controller sends, and the rows that the sending
         process holds."""
         travelling: list[Any] = [self.order, self.added, *(piece.rows for piece in self.pieces)]
         travelling += [self.beside, *(piece.place for piece in self.pieces)]

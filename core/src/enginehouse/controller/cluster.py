@@ -35,11 +35,13 @@ LEAST_OBJECT_STORE_BYTES = 80 << 20
 STARTS = 3
 """Maximum number of attempts to start Ray, if its processes do not start within Ray's own limit of 30 s."""
 LATE = "timed out during startup"
-"""Message of Ray (2.60, `_private/node.py`) if its processes do not start in time."""
+"""Text of the error that Ray (2.60, `_private/node.py`) raises if its processes do not start in time."""
 TOO_LITTLE = "memory on this node available for tasks and actors"
-"""Message of Ray (2.60, `_private/resource_and_label_spec.py`) if other programs use the machine's memory."""
+"""Text of the error that Ray (2.60, `_private/resource_and_label_spec.py`) raises if other programs use the machine's
+memory."""
 TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
-"""Messages of Ray (2.60, `_private/worker.py`, `util/client/worker.py`) if this process lacks the cluster's token."""
+"""Texts of the errors that Ray (2.60, `_private/worker.py`, `util/client/worker.py`) raises if this process lacks the
+cluster's token."""
 KNOCK_SECONDS = 10.0
 """Time limit for a connection to a cluster's head node."""
 LONGEST_TEMP_DIR = 40
@@ -154,8 +156,8 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     Args:
         address: address of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`). None starts a cluster
             here; inside a Ray job (`RAY_ADDRESS` is set), None joins the job's cluster.
-        num_cpus: CPUs that Ray counts in a cluster started here. The default is this machine's number, but at least
-            `LOGICAL_CPUS`.
+        num_cpus: number of CPUs that Ray counts in a cluster started here. The default is the number of this machine's
+            CPUs, but at least `LOGICAL_CPUS`.
 
     Raises:
         ControllerError: Ray could not be started or joined.

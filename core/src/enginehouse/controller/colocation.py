@@ -39,7 +39,7 @@ def colocate(
         start_timeout: seconds within which every object must be built.
         seed: base seed of the run.
         device: `"cpu"` or `"cuda"`.
-        threads: threads of numeric libraries in each process.
+        threads: number of threads that numeric libraries use in each process.
 
     Raises:
         ControllerError: `specs` is empty, process options of the roles contradict each other, or the pool is not

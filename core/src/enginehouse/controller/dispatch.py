@@ -57,7 +57,7 @@ class Dealt(list[Call | None]):
     """The calls of all ranks for a `Balanced` batch.
 
     Attributes:
-        shards: row numbers of the batch in each shard, int64.
+        shards: for each shard, the indices of the batch's rows that are in the shard, int64.
     """
 
     def __init__(self, calls: Sequence[Call | None], shards: Sequence[np.ndarray]):
@@ -74,8 +74,8 @@ class Mode:
         collect: `collect(group, outputs, ranks)` gets one output per rank, and the ranks whose results come back.
         returning: returns the ranks whose results `collect` reads. Results of other ranks stay on their workers. None:
             `collect` reads the results of all ranks.
-        passes_on: True if `collect` returns the output of one rank unchanged. A placeholder can then replace the output
-            in other calls.
+        passes_on: True if `collect` returns the output of one rank unchanged. So a placeholder can stand for the output
+            in the arguments of other calls.
         awaits_futures: True if `dispatch` gets the results of `Future`s among the arguments.
         keeps_back: True if batches among the results stay on their workers. `collect` then gets a `Shard` for each.
         joins: True if `collect` concatenates the ranks' results.

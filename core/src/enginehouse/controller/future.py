@@ -22,8 +22,11 @@ class StillRunning(TimeoutError):
 
 
 class Future:
-    """A running call of a group. Pass it as an argument to another group's call, or call `result`. The call's deadline
-    counts from when the call was sent. A group's default limit counts from when a rank last made progress."""
+    """A running call of a group. Pass it as an argument to another group's call, or call `result`.
+
+    A time limit given for the call is counted from the moment when the call was sent. The group's default limit is
+    counted from the moment when any rank last made progress.
+    """
 
     def __init__(
         self,

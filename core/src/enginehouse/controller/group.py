@@ -36,12 +36,13 @@ class WorkerGroup:
         name: name of the role, for messages and logs.
         launcher: `"ray"`, or `"inline"` for one rank in this process, where `breakpoint()` works. Inline groups raise
             the same errors, with the exception itself as `cause`, and have no deadlines.
-        timeout: time limit of a call in seconds, unless `@register` or the call sets one. This default counts from when
-            a rank last made progress (`enginehouse.engines.progress`). The other limits do not.
+        timeout: time limit of a call in seconds, unless `@register` or the call sets one. This default is counted from
+            the moment when any rank last made progress (`enginehouse.engines.progress`). The other limits are counted
+            from the moment when the call was sent.
         start_timeout: seconds within which every worker's `__init__` must end.
         seed: base seed of the run, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
-        threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
+        threads: number of threads that numeric libraries use in each process (OMP_NUM_THREADS).
 
     Raises:
         PlacementError: the cluster does not provide the resources of the pool.

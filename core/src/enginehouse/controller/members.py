@@ -130,13 +130,15 @@ class GroupRanks(Members):
         return self._group.call(method, *args, timeout=timeout, blocking=False, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call a method without an additional argument. A rank knows its index already: it is the rank."""
+        """Call a method without the additional argument, because the index of a rank is the rank itself."""
         return self.call(method, *args, timeout=timeout)
 
 
 class Gathered:
-    """A call of several members. Its result is the list of their results, in the order of the members. `Members`
-    creates it, and it behaves like a `Future`."""
+    """A call that was sent to several members. It behaves like a `Future`, and `Members` creates it.
+
+    The result of the call is the list of the members' results, in the order of the members.
+    """
 
     def __init__(
         self,

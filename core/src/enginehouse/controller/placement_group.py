@@ -35,9 +35,10 @@ class Slot:
     """A process's share of a bundle of a placement group.
 
     Attributes:
-        cpus: CPUs of the process, in Ray's count.
-        devices: the node's numbers of the GPUs that a guest sees, although Ray assigns no GPUs to a guest. None: the
-            process is not a guest, and sees the GPUs that Ray assigns.
+        cpus: number of CPUs that Ray counts for the process.
+        gpus: number of GPUs that Ray assigns to the process: a whole number, or a fraction of one GPU; 0 for a guest.
+        devices: ids of the GPUs that a guest sees, although Ray assigns no GPUs to a guest. None: the process is not a
+            guest, and sees the GPUs that Ray assigns.
     """
 
     placement_group: Any
@@ -52,12 +53,12 @@ class PlacementGroups:
 
     Args:
         processes_per_node: number of bundles on each node.
-        gpus_per_process: GPUs of each bundle, shared by the processes on it.
+        gpus_per_process: number of GPUs of each bundle, which the processes on the bundle share.
         max_colocate: maximum number of groups that lease a bundle.
         guests: maximum number of further groups without their own GPUs.
 
     Attributes:
-        devices: GPUs of the process on a bundle, by the bundle's index.
+        devices: ids of the GPUs that the process on a bundle uses, by the bundle's index.
     """
 
     def __init__(
@@ -357,8 +358,8 @@ class Room:
         If the free resources do not suffice, resources in use are taken as well, and the run later waits for them.
 
         Args:
-            gpus_each: GPUs of each process, all on one node.
-            cpus_each: CPUs of each process, in Ray's count.
+            gpus_each: number of GPUs of each process, all on one node.
+            cpus_each: number of CPUs that Ray counts for each process.
             together: each node gets a multiple of this many processes, if possible; see `ResourcePool.guests`.
 
         Returns:

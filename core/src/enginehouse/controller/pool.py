@@ -20,8 +20,8 @@ class ResourcePool:
     Args:
         processes_per_node: number of processes of each entry. The processes of an entry are on one node. Several
             entries may share a node that is large enough.
-        gpus_per_process: GPUs of each process: a fraction of one GPU, or whole GPUs.
-        cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
+        gpus_per_process: number of GPUs of each process: a whole number, or a fraction of one GPU.
+        cpus_per_process: number of CPUs that Ray counts for each process; may be a fraction.
         max_colocate: maximum number of groups on the pool at once. Each group has its own processes, which get an equal
             part of `gpus_per_process` and all of `cpus_per_process`.
         guests: maximum number of further processes on each place, which share GPUs; see the method `guests`.
@@ -185,8 +185,9 @@ class ResourcePool:
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
     """Make a pool over the places of several pools, with the ranks of the first pool, then of the second, and so on.
 
-    The merged pool reserves nothing itself. `max_colocate` of a pool also counts groups on the merged pool, and the
-    reverse. To place groups on two pools and on their merged pool at once, make the two pools with `max_colocate=2`.
+    The merged pool reserves nothing itself, because it uses the places of the pools. So a group on the merged pool
+    counts towards the `max_colocate` of each pool, and a group on a pool counts towards that of the merged pool. To
+    place groups on two pools and on their merged pool at once, make the two pools with `max_colocate=2`.
 
     Raises:
         ControllerError: there are no pools, they overlap, or their processes do not get the same resources.

@@ -124,7 +124,7 @@ class RayAccess:
         thread.join(seconds)
         if thread.is_alive():
             self._hung.append(thread)
-            log.warning("Ray did not %s within %g s; its processes are killed", what, seconds)
+            log.warning("Ray did not %s within %g s, so its processes are killed", what, seconds)
             return False
         if errors:
             raise errors[0]

@@ -16,8 +16,7 @@ class ShardRows:
     """A selection of rows from several shards. Immutable.
 
     Args:
-        numbers: numbers of the selected rows, int64. Rows are numbered over all shards, as if the shards were
-            concatenated.
+        numbers: indices of the selected rows in the concatenation of all shards, int64.
     """
 
     __slots__ = ("numbers", "shards", "starts")

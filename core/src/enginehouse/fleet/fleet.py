@@ -60,7 +60,7 @@ class RolloutFleet(ReplicaGroup):
         timeout: seconds that a replica with requests in progress may be silent, or that any other call may take.
         start_timeout: seconds within which a replica's process, and then its engine, must start.
         seed: base seed of the run.
-        threads: threads of numeric libraries in each process.
+        threads: number of threads that numeric libraries use in each process.
         samples_in_flight: maximum number of completions of a replica at once.
         restarts: maximum number of restarts of a replica without a completion in between, after which it is left out.
         health_every: seconds between health checks of the replicas, which may take `HEALTH_SECONDS`.

@@ -14,8 +14,9 @@ from enginehouse.errors import EnginehouseError
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
-    """Return a 31-bit seed for each row number of the whole batch, so that samples do not depend on their replica. Row
-    numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014), so that neighbouring rows get unrelated seeds."""
+    """Return a 31-bit seed for each row, computed from the row's index in the whole batch (`rows`). So samples do not
+    depend on the replica that generates them. The indices are mixed as in SplitMix64 (Steele, Lea & Flood 2014), so
+    that neighbouring rows get unrelated seeds."""
     with np.errstate(over="ignore"):
         mixed = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed += np.uint64((seed + 1) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF)
@@ -31,7 +32,7 @@ def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | Non
     if seed is not None:
         if "prompt_index" not in batch:
             raise EnginehouseError(
-                "generate with a seed needs a column 'prompt_index' with each row's number in the whole batch"
+                "generate with a seed needs a column 'prompt_index' with each row's index in the whole batch"
             )
         seeds = row_seeds(seed, batch.tensor("prompt_index").numpy())
     return make_requests(batch.ragged("prompt_ids"), sampling, seeds, name)
@@ -54,9 +55,9 @@ def make_requests(
 
 
 def check_result(request: GenerateRequest, result: GenerateResult, engine: str) -> None:
-    """Check that a result belongs to its request, because only its place assigns a sample to a prompt, reward and
-    group. Raises `EnginehouseError` if `engine` returned the result of another request, not `n` completions, or a
-    completion with another number of logprobs than tokens."""
+    """Check that a result belongs to its request, because the position of a sample alone decides which prompt, reward
+    and group it gets. Raises `EnginehouseError` if `engine` returned the result of another request, not `n`
+    completions, or a completion with another number of logprobs than tokens."""
     if result.id != request.id or len(result.completions) != request.sampling.n:
         raise EnginehouseError(
             f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "

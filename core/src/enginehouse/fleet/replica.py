@@ -38,7 +38,8 @@ def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasL
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds to the answer."""
+    """Sums over a replica's requests: the number of tokens, the number of decoding steps (the number of tokens of a
+    request's longest completion), and the seconds until the answer."""
 
     tokens: int = 0
     steps: int = 0

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_EVERY_SECONDS = 15.0
 HEALTH_SECONDS = 60.0
-"""Time limit of a replica's answer to a health check."""
+"""Time limit in seconds for a replica to answer a health check."""
 
 
 class ReplicaGroup:
@@ -161,7 +161,7 @@ class ReplicaGroup:
         If launches become forbidden, the call waits until running launches have ended.
 
         Args:
-            until: end of that wait, by `time.monotonic()`.
+            until: time of `time.monotonic()` at which that wait ends; None: no limit.
             alone: True if engines may start in any case while no replica lives, because otherwise the wait for a
                 replica would never end.
         """

@@ -117,7 +117,8 @@ class AnswerBatch:
         return replace(self, tokens=tokens, logprobs=logprobs, apart=None)
 
     def result(self, place: int, request_id: str) -> GenerateResult:
-        """Return the result of the request at `place`, with its caller's id. It views this batch's arrays."""
+        """Return the result of the request at index `place`, under the caller's id `request_id`. The result views this
+        batch's arrays."""
         completions = []
         for number in range(self.firsts[place], self.firsts[place + 1]):
             span = slice(self.offsets[number], self.offsets[number + 1])

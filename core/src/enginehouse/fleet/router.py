@@ -115,7 +115,7 @@ class Router:
         the request), or `WorkerError` (a living replica failed, or its engine rejected the request).
 
         Args:
-            number: larger than all earlier numbers.
+            number: number of the request, larger than the numbers of all earlier requests.
             ended: called with the returned flight once it has ended.
         """
         if self._forgets and self._balancer.done:
@@ -129,8 +129,10 @@ class Router:
     async def draw_all(
         self, requests: Iterable[tuple[int, GenerateRequest]], hand_over: Callable[[dict[int, Flight]], None]
     ) -> None:
-        """Answer numbered requests. `hand_over` gets the flights that end in one turn of the loop, by their places.
-        Cancelling this coroutine ends the requests."""
+        """Answer `requests`, pairs of a number (see `submit`) and a request. Cancelling this coroutine ends the requests.
+
+        `hand_over` gets the flights that end in one turn of the loop, by the index of their pair in `requests`.
+        """
         flights, ended, all_ended = list[Flight](), dict[int, Flight](), asyncio.Event()
 
         def note(place: int, flight: Flight) -> None:

@@ -24,7 +24,7 @@ class Launch:
         device: torch device type of every engine.
         device_is_asked: True if the user named the device; False if this machine's hardware decided.
         seed: base seed, from which each process derives its own.
-        threads: threads of numeric libraries in each process; None: a number that suits the device.
+        threads: number of threads that numeric libraries use in each process; None: a number that suits the device.
     """
 
     launcher: Literal["ray", "inline"] = "ray"

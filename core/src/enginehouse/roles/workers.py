@@ -335,8 +335,8 @@ class RolloutWorker(Worker):
         """Generate `sampling.n` completions of each row's prompt.
 
         Args:
-            batch: `prompt_ids` ragged int64. With a seed also `prompt_index` int64 `(rows,)`, the row's number in the
-                whole batch. A row's samples depend on the seed and this number, but not on the number of replicas.
+            batch: `prompt_ids` ragged int64. With a seed also `prompt_index` int64 `(rows,)`, the row's index in the
+                whole batch. A row's samples depend on the seed and this index, but not on the number of replicas.
             seed: seed of the samples. Equal seeds and weights give equal samples. None: a new seed each time.
 
         Returns:

@@ -28,15 +28,15 @@ from enginehouse.controller.ray_access import is_alive
 CONTROL_SECONDS = 2.0
 """Time limit for a process to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
-"""Time limit in seconds for a process to report its last progress. It is longer than `CONTROL_SECONDS`, because a call
-fails if the busy process does not answer."""
+"""Time limit in seconds for a process to report its last progress. It is longer than `CONTROL_SECONDS`, because a busy
+process that does not answer in time counts as hanging, and its call fails."""
 MOST_CHARACTERS = 600
 """Maximum length of Ray's text about a dead process in a message. The error's cause has the whole text."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
 
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
-"""Beginning of the last lines of a traceback."""
+"""Pattern of the line of a traceback that begins with the exception's class."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class Diagnosis:
     """A failed or late call, and the search for the cause.
 
     Attributes:
-        timeout: deadline of the call, seconds.
+        timeout: time limit of the call in seconds.
         refs: object reference of the result of each called rank.
         local: processes on this node, by rank.
         ended: the reason why the processes were ended on purpose; None if they were not.

@@ -94,7 +94,7 @@ class Facts:
         pid: process id on the node.
         log_files: log files on the node, errors first.
         started: `time.time()` of the process's start, to distinguish it from a later process with the same id.
-        devices: the node's numbers of the GPUs that Ray assigned to the process.
+        devices: ids of the GPUs that Ray assigned to the process, as the node names them.
     """
 
     node: str

@@ -42,7 +42,7 @@ class LaunchOptions:
     Attributes:
         name: name of the group, for messages.
         start_timeout: seconds within which every worker must be built.
-        threads: threads of numeric libraries in each process.
+        threads: number of threads that numeric libraries use in each process.
         timeout: default deadline of a call in seconds.
     """
 
@@ -130,7 +130,8 @@ class WorkerProcesses(Protocol):
             keep: ranks whose results come back.
             timeout: deadline in seconds.
             keeps_back: True if batches stay on the workers. A `Shard` comes back for each batch.
-            patient: True if the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).
+            patient: True if the time limit is counted from the moment when any rank last made progress
+                (`enginehouse.engines.progress`), and not from the moment when the call was sent.
         """
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:

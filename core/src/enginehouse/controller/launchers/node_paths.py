@@ -26,7 +26,7 @@ workers start."""
 Explain = Callable[[str, str, str], str]
 
 _whole: set[tuple[str, tuple[str, ...]]] = set()
-"""Pairs of a node and paths. The node was found to have all these paths."""
+"""Pairs of a node and the paths that the node was found to have."""
 
 
 def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -236,7 +236,7 @@ class RayProcesses:
         return failure
 
     def idle_seconds(self, call: RayCall) -> float:
-        """Return the seconds since a rank that still runs a call made progress; infinite if no rank did."""
+        """Return the seconds since any of the ranks that still run a call last made progress; infinite if none did."""
         return self._diagnosis(call).idle_seconds()
 
     def _diagnosis(self, call: RayCall) -> Diagnosis:
