@@ -218,7 +218,7 @@ async def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
         with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are in progress"):
             await engine.sleep()
         await drawn
-        with pytest.raises(EnginehouseError, match="unknown tag 'graphs': an engine sleeps"):
+        with pytest.raises(EnginehouseError, match="unknown tag 'graphs': each tag of sleep"):
             await engine.sleep(("graphs",))
         (result,) = await generate(engine, PROMPT, max_tokens=1)
     assert len(result.completions) == 1

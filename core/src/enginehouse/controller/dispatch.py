@@ -1,4 +1,4 @@
-"""Turns the arguments of a call into one call per rank, by a built-in mode (see `plugin.py`) or a plugin's mode."""
+"""Turns a call of a group into one call per rank, with a built-in dispatch mode (`plugin.py`) or a plugin's mode."""
 
 from __future__ import annotations
 

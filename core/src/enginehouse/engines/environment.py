@@ -110,7 +110,7 @@ class EpisodeContext(Protocol):
 
     Attributes:
         samples: number of episodes to return.
-        most_tokens: longest row that the models read, in tokens; None if unknown.
+        most_tokens: maximum number of tokens of a row that the models read; None if unknown.
     """
 
     samples: int

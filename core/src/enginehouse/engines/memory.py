@@ -1,7 +1,7 @@
 """Estimate of an engine's memory before a process starts: its input and its result. The module has few imports.
 
-Amounts are bytes of one device, which belongs to one rank. They are computed from a model's `config.json`, and leave
-out the bytes that an allocator loses between blocks.
+Amounts are numbers of bytes on the device of one rank. They are computed from a model's `config.json`, and do not
+include the bytes that an allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class ModelShape:
     Attributes:
         layers: number of blocks.
         hidden: size of a hidden state.
-        vocabulary: rows of the embedding.
-        heads: attention heads.
-        queries: size of all queries of a token.
-        keys: size of all keys of a token.
+        vocabulary: number of rows of the embedding.
+        heads: number of attention heads.
+        queries: number of elements of the queries of one token, over all heads.
+        keys: number of elements of the keys of one token, over all heads.
         feed_forward: inner feed-forward size that one token passes; with experts, the sum over its active experts.
-        block_parameters: parameters of one block.
+        block_parameters: number of parameters of one block.
         norms_queries: True if the queries and keys of each head are normalised.
         tied: True if the head shares the embedding's weight.
         exact: True if models of this kind have no parameters that these sizes leave out.
@@ -89,17 +89,17 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Parameters outside of blocks: embedding, last norm and head."""
+        """Number of parameters outside of blocks: embedding, last norm and head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.layers * self.block_parameters + self.root_parameters
 
     @property
     def cached_per_token(self) -> int:
-        """Elements of the keys and values of one token in all layers."""
+        """Number of elements of the keys and values of one token, over all layers."""
         return 2 * self.layers * self.keys
 
 
@@ -139,7 +139,7 @@ class MemoryDemand:
 
     @property
     def logits(self) -> int:
-        """Outputs of the head for each token."""
+        """Number of outputs of the head for each token."""
         return self.shape.vocabulary if self.head == "causal_lm" else 1
 
     def tokens(self, budget: int, shares: int) -> int:
@@ -163,7 +163,7 @@ class MemoryUse:
         asleep: bytes on a GPU while other roles take their turn on it, without `PROCESS_BYTES`.
         host: bytes on the host of a GPU, at all times.
         limit: maximum of `held` and `working` that the engine enforces; None if unlimited.
-        note: a remark on a number, such as the tokens that a cache holds.
+        note: a remark on an amount, such as the number of tokens that a cache holds.
         measured: True if the arithmetic was compared with real allocations.
     """
 

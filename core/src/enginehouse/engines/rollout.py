@@ -24,8 +24,8 @@ class SamplingParams:
         max_tokens: maximum number of tokens per completion; 0 only scores the prompt.
         n: number of completions of the prompt.
         temperature: divisor of the logits; 0 is greedy.
-        top_p: sample from the smallest set of tokens whose probability reaches this; 1 keeps all.
-        top_k: sample from this many most likely tokens; 0 keeps all.
+        top_p: sample from the smallest set of tokens whose total probability is at least `top_p`; 1 keeps all.
+        top_k: sample from the `top_k` most likely tokens; 0 keeps all.
         stop_token_ids: tokens that end a completion, besides the model's end-of-sequence tokens. The completion keeps
             the stop token as its last token.
         stop: strings that end a completion once its text contains one. The completion keeps their tokens.
@@ -66,7 +66,8 @@ class Completion:
             top-k and top-p. A trainer computes the same. Greedy sampling uses temperature 1.
         finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
         first_version: weight version that sampled the first token.
-        last_version: weight version that sampled the last token. It differs only after `pause("keep")`.
+        last_version: weight version that sampled the last token. It differs from `first_version` only after
+            `pause("keep")`.
     """
 
     token_ids: Sequence[int]
@@ -98,7 +99,7 @@ class Endpoint:
     Attributes:
         engine: name and version of the engine, for reports.
         url: base URL of an OpenAI-compatible server, if the engine offers one.
-        max_model_tokens: longest sequence in tokens, prompt and completion together.
+        max_model_tokens: maximum number of tokens of a sequence, prompt and completion together.
     """
 
     engine: str

@@ -20,7 +20,7 @@ def sleeping(tags: tuple[str, ...]) -> frozenset[str]:
     """
     if unknown := sorted(set(tags) - {*PARTS, "*"}):
         raise EnginehouseError(
-            f"unknown tag {unknown[0]!r}: an engine sleeps and wakes by the tags {', '.join(PARTS)} and '*'"
+            f"unknown tag {unknown[0]!r}: each tag of sleep and wake_up must be {', '.join(PARTS)} or '*'"
         )
     return frozenset(PARTS) if "*" in tags else frozenset(tags)
 

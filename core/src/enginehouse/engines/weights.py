@@ -88,12 +88,12 @@ class ParamMeta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full parameter."""
+        """Size of the full parameter in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def aligned_nbytes(self) -> int:
-        """Bytes that the parameter takes in a bucket: `nbytes` rounded up to `ALIGNMENT`."""
+        """Size in bytes that the parameter takes in a bucket: `nbytes` rounded up to a multiple of `ALIGNMENT`."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 

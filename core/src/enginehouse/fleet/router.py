@@ -129,9 +129,10 @@ class Router:
     async def draw_all(
         self, requests: Iterable[tuple[int, GenerateRequest]], hand_over: Callable[[dict[int, Flight]], None]
     ) -> None:
-        """Answer `requests`, pairs of a number (see `submit`) and a request. Cancelling this coroutine ends the requests.
+        """Answer `requests`: pairs of a number (see `submit`) and a request.
 
         `hand_over` gets the flights that end in one turn of the loop, by the index of their pair in `requests`.
+        Cancelling this coroutine ends the requests.
         """
         flights, ended, all_ended = list[Flight](), dict[int, Flight](), asyncio.Event()
 
@@ -218,8 +219,8 @@ class Router:
             deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
             what = f"{', '.join(names[:MOST_NAMED])}{more}"
             self._fail(poisonous, PoisonousRows(
-                f"requests {what} were lost {MOST_TRIES} times, each time with their replica; if these requests kill "
-                f"replicas, another replica would die too. The last deaths:\n{deaths}"
+                f"requests {what} were lost {MOST_TRIES} times, each time with their replica. They are not sent to "
+                f"another replica, because they may kill it too. The last deaths:\n{deaths}"
             ))  # fmt: skip
         for entry in lost:
             if entry.number not in self._flights:  # forgotten

@@ -4,9 +4,9 @@ Declaring hooks are called once for each plugin, when it is loaded. Observing ho
 the controller, one after another. An observer that fails is logged and dropped; `strict_plugins` re-raises its error.
 No hook runs in a worker, asynchronously, or in the hot path of a step.
 
-`CONTRACT` is the version of this file and the records. A plugin runs if its major version is equal and its minor
-version is not newer. The plugin's module states the oldest version that has everything that the plugin uses:
-`enginehouse_protocol = "1.0"`.
+`CONTRACT` is the version of the plugin contract: this file and the records. A plugin's module states the oldest version
+that has everything that the plugin uses: `enginehouse_protocol = "1.0"`. The plugin is loaded only if the stated major
+version equals that of `CONTRACT`, and the stated minor version is not newer.
 """
 
 from __future__ import annotations

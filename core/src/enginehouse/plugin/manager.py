@@ -65,7 +65,7 @@ HEAVY = ("torch", "ray", "transformers")
 """Packages that a plugin's module must not import, because every command would wait for them."""
 
 HEAVY_SECONDS = 1.0
-"""CPU seconds from which the import of a plugin's module counts as heavy."""
+"""Number of CPU seconds from which the import of a plugin's module counts as heavy."""
 
 WRAPPABLE = "enginehouse_run_step"
 """The only hook that a plugin may wrap."""

@@ -39,7 +39,7 @@ workers, because their errors say more than its timeout. Workers also have this 
 
 
 class WeightConnection:
-    """Both ends of a weight transport, and the calls of them.
+    """The connection between a trainer and replicas: both sides of a weight transport, and the calls to both sides.
 
     Args:
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
@@ -47,8 +47,8 @@ class WeightConnection:
 
     Attributes:
         receivers: replicas of the current or the last connection.
-        nbytes: bytes of the weights, counted once.
-        in_flight: running calls of a transfer, of the trainer and of the replicas.
+        nbytes: size of the weights in bytes, each parameter counted once.
+        in_flight: calls of the current transfer, to the trainer and to the replicas.
         generating: True if all replicas generated during the last transfer.
         grace: seconds that the controller waits longer than the workers.
     """
@@ -64,7 +64,7 @@ class WeightConnection:
         self.generating = False
 
     def open(self, receivers: Members, transport: str = "") -> None:
-        """Plan the transfer and open both ends.
+        """Plan the transfer and open both sides.
 
         Args:
             transport: a transport to use instead of the connection's own.
@@ -89,7 +89,7 @@ class WeightConnection:
             raise explain(error, f"weight transport {transport!r} could not be connected") from error
 
     def close(self) -> None:
-        """Close both ends, if they can be reached."""
+        """Close both sides, if they can be reached."""
         self.plan = None
         for group in (self.receivers, self.train):
             if group is None:
@@ -98,7 +98,8 @@ class WeightConnection:
                 self.call_later(group, "close_weights", timeout=self.grace).result()
 
     def begin_transfer(self, version: int, pause: PauseMode) -> None:
-        """Start to receive on the replicas, and to send on the trainer. `pause` is their treatment of requests."""
+        """Start to receive on the replicas, and to send on the trainer. A replica that must be paused handles its
+        running requests as `pause` says."""
         receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
         self.in_flight = (receiving,)
         self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
@@ -110,18 +111,19 @@ class WeightConnection:
         sent: dict[str, str] = {}
         for rank, sums in enumerate(sending.result()):
             again = {name: sent[name] for name in sums if name in sent}
-            whose = f"another training rank, {rank}, which holds other weights than one before it"
+            whose = f"training rank {rank}, whose weights differ from those of a training rank with a lower number,"
             compare_checksums(again, {name: sums[name] for name in again}, whose)
             sent |= sums
         for place, sums in enumerate(arrived):
             name = self.connected.name_of(place)
             compare_checksums(sent, sums.sent, name)
-            compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, put together,")
+            compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, with assembled parts,")
         self.generating = all(sums.generating for sums in arrived)
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch replicas to the new version and verify it. Return True if a replica cannot be read back."""
+        """Switch replicas to the new version and verify it. Return True if the weights of a replica cannot be read
+        back, so that only its version was verified."""
         states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
@@ -156,7 +158,7 @@ class WeightConnection:
         return silent
 
     def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call members without waiting. The default `timeout` is that of a stage."""
+        """Call members without waiting. The default `timeout` is the time limit of a stage, plus `grace`."""
         return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
 
     def call_remaining(self, method: str, *args: Any) -> Future | Gathered:

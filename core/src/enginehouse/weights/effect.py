@@ -69,8 +69,8 @@ def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequen
 
 
 def stands_still(last: Scores, now: Scores) -> bool:
-    """Return True if no logprob of a replica has changed, while most of the trainer's have, so that it dropped the
-    update.
+    """Return True if no logprob of a replica has changed, although most of the trainer's logprobs have changed. The
+    replica has then dropped the update.
 
     Args:
         now: scores with other weights than `last`. With the same weights, a trainer that is not reproducible may have

@@ -36,7 +36,7 @@ class AnonymousMemory:
 
         Args:
             label: label that `attach` checks.
-            size: bytes; at least 1 is allocated.
+            size: number of bytes to allocate; at least 1 is allocated.
             purpose: words that follow "... MiB of memory are needed" in the error message.
 
         Raises:

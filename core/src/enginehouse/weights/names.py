@@ -52,7 +52,8 @@ class Target:
 
 
 def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
-    """Find each stored tensor's place by the class's mapping of names, as transformers does when it loads a model.
+    """Find each stored tensor's place as transformers does when it loads a model: with the mapping of names that the
+    model's class declares.
 
     If transformers did not load the model, this function stores the used parts of the mapping in the model, so that a
     save restores all names.
@@ -88,8 +89,8 @@ def weight_files(path: Path) -> list[Path]:
     """List the safetensors files of a model directory that transformers reads.
 
     Returns:
-        `model.safetensors`, else the files that the index names, else all. Other files may hold the same weights again,
-        under other names.
+        `model.safetensors` if it exists, else the files that the index names, else all safetensors files. Other files
+        may hold the same weights again, under other names.
     """
     if (single_file := path / "model.safetensors").is_file():
         return [single_file]

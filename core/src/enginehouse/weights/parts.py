@@ -1,4 +1,4 @@
-"""Computes the part of a parameter that a rank holds, by the rule of `ParamMeta`."""
+"""Computes the part of a parameter that a rank holds, with the rule that `ParamMeta` describes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_layout(parameter: ParamMeta, ranks: int) -> None:
 
 
 def held_by(parameter: ParamMeta, rank: int) -> Region | None:
-    """Return the part of a parameter that a rank holds, by the rule of `ParamMeta`; None if the rank is no owner."""
+    """Return the part of a parameter that a rank holds; None if the rank is no owner. See `ParamMeta` for the rule."""
     bounds = [(0, length) for length in parameter.shape]
     if not parameter.owners:
         return tuple(bounds)

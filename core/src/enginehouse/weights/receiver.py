@@ -1,4 +1,4 @@
-"""The replica's end of a verified weight update, for any engine and transport."""
+"""The replica's side of a verified weight update, for any engine and transport."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class WeightReceiver:
 
     async def abort(self, version: int) -> None:
         """Abort the update to `version`, before or while it is received, and serve the old version again. A commit
-        cannot be undone. After it, `serving` stays clear, so that no result is from unverified weights."""
+        cannot be undone. After a commit, `serving` stays clear, so that no result is from unverified weights."""
         self._aborted = max(self._aborted, version)
         if self._session is not None:
             self._session.abort(version)
@@ -209,7 +209,7 @@ class WeightReceiver:
                 await self._give_up()
 
     async def _give_up(self) -> None:
-        """Return to the served version. An error of this is logged, because the earlier error says more."""
+        """Return to the served version. If that fails, only log the error, because the earlier error says more."""
         self._staged = None
         try:
             await self._engine.abort_weight_update()

@@ -14,7 +14,7 @@ from enginehouse.weights.host_memory import AnonymousMemory
 
 LABEL = "enginehouse-reports"
 PAGE = 1 << 14
-"""Number of bytes for each rank."""
+"""Size in bytes of the page of a rank."""
 
 _LENGTH = 4
 

@@ -158,7 +158,7 @@ class WeightSync:
             self._trainer.acquire()
 
     def connect(self) -> None:
-        """Plan the transfer and open both ends. Call it again after a group was restarted. Raises `WeightSyncError` if
+        """Plan the transfer and open both sides. Call it again after a group was restarted. Raises `WeightSyncError` if
         the two sides cannot reach each other by this transport, or a replica did not resume after the last update."""
         self._await_resumption()
         self._connect(self._replicas.members())
@@ -169,12 +169,12 @@ class WeightSync:
         self._connection.open(receivers, transport)
 
     def begin(self, version: int) -> None:
-        """Begin an update while the trainer is busy. The trainer sends after its current call. Replicas that are
-        paused for a transfer pause now.
+        """Begin an update while the trainer is busy. The trainer sends after its current call. Replicas that must be
+        paused during a transfer are paused now.
 
         `publish` continues the update, or `give_up` ends it. Until then, call no other method of the trainer. Call
-        `begin` when no replica generates, and the trainer is busy for much less than the time limit of a stage. It does
-        nothing if `publish` must do something else first.
+        `begin` only while no replica generates, and only if the trainer's current call takes much less time than a
+        stage may take. `begin` does nothing if `publish` must do something else first, such as connect.
         """
         resumed = self._resuming is None or self._resuming[1].done()
         if self._connection.plan is None or self.make_room is not None or version <= self._tried or not resumed:
@@ -200,8 +200,8 @@ class WeightSync:
         self._connection.plan = None  # a connection rejects a version that was aborted
 
     def _take_over(self, version: int) -> _Begun | None:
-        """Return the update of `begin` if `publish` can continue it; otherwise abort it. Its deadlines count from its
-        beginning, so at least half of the time must be left."""
+        """Return the update of `begin` if `publish` can continue it; otherwise abort it. The time limits of the update
+        are counted from its beginning. So `publish` continues it only if at least half of the time is left."""
         if (begun := self._begun) is None:
             return None
         in_time = time.monotonic() - begun.at < self._timeout / 2
@@ -324,7 +324,7 @@ class WeightSync:
                 raise explain(error, f"weight version {version} could not be brought to {whom}") from error
 
     def close(self) -> None:
-        """Close both ends, if they can be reached, and log errors."""
+        """Close both sides, if they can be reached, and log errors."""
         try:
             self._await_resumption()
         except WeightSyncError as error:
@@ -387,7 +387,7 @@ class WeightSync:
 
 
 def _may_begin_anew(receivers: Members, staged: bool) -> bool:
-    """Return True if a failed update may be tried again. Replicas were lost, and no living replica may have switched,
-    which is possible once all bytes are `staged`."""
+    """Return True if a failed update may be tried again, because replicas were lost and no living replica can have
+    switched to the new version. A living replica can have switched once all bytes are `staged`."""
     lost = len(receivers.lost)
     return lost == receivers.world_size if staged else lost > 0

@@ -309,7 +309,7 @@ def test_too_little_memory_for_a_second_area_leaves_what_is_held_and_later_updat
             for one in made.replicas:
                 with pytest.raises(WeightSyncError, match="update 2 was aborted"):
                     one.receive(2)
-            with pytest.raises(WeightSyncError, match=r"MiB of memory are needed .* beside those .* 0 MiB are free"):
+            with pytest.raises(WeightSyncError, match=r"MiB of memory are needed .* in addition .* 0 MiB are free"):
                 sending.result(SECONDS)
         assert [bytes_in(one.served[0]) == BYTES[1] for one in made.replicas] == [True, True]
         whole(made, 3, "commit", "commit")

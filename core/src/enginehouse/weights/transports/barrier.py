@@ -68,7 +68,7 @@ class Barrier:
         self.changed.notify_all()
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail. The error states the reason of the first call."""
+        """Make every wait fail. The error states `why` of the first call of this method."""
         with self.changed:
             self.broken = self.broken or why
             self.changed.notify_all()

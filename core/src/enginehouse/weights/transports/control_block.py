@@ -1,4 +1,4 @@
-"""Numbers in a small shared memory, by which the sender and the receivers of shared memory communicate."""
+"""Numbers in a small shared memory, through which the sender and the receivers of `shared_memory` communicate."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class SharedBuffer:
     def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
         """Allocate a buffer. Raises `WeightSyncError` if there is not enough memory."""
         _, size = lay_out(plan.parameters)
-        extra = "beside those that replicas hold" if serial > 1 else "and later as much for a second"
-        purpose = f"for a version of the weights on its way to the rollout replicas, {extra}"
+        extra = "in addition to the versions that replicas hold" if serial > 1 else "and later as much for a second"
+        purpose = f"to pass a version of the weights to the rollout replicas, {extra}"
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)
 
     @classmethod

@@ -165,7 +165,8 @@ class SharedMemoryReceiver(Receiver):
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield chunks that share one `memory`. If the engine holds the memory of too many updates, they have none."""
+        """Yield chunks that share one `memory`. If the engine already holds the memory of too many updates, the chunks
+        have no `memory`, so that the engine must copy them."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Short values by name. All ranks have the same values once they have arrived.
+    """Short values by name. Each rank has a copy, and all copies are equal once all values have arrived.
 
     Args:
         barrier: barrier whose `changed` guards the values, and which also detects a broken connection.
