@@ -1,8 +1,8 @@
 """Encodes the arguments of a call for Ray actors.
 
 Small arguments are sent inside the call. A large argument that several ranks receive is put into Ray's object store
-once, and all ranks on a node read it there without a copy. A `Future` whose result is a single object in that store is
-sent as a reference, so its value does not pass through this process. A `DistributedBatch` is sent as an `Assembly`.
+once, and all ranks on a node read it there without a copy. A `Future` whose result is the output of a single rank is
+sent as a reference, so the value does not pass through this process. A `DistributedBatch` is sent as an `Assembly`.
 """
 
 from __future__ import annotations
