@@ -130,8 +130,9 @@ def check_run_directory(
     outcome = describe_outcome(path)
     if spare_unfinished and can_resume(path):
         raise EarlierRun(
-            f"run.overwrite: {path} contains an unfinished run ({outcome}), which run.overwrite in a file does not "
-            f"delete. {choices}or delete it with run.overwrite=true on the command line"
+            f"run.overwrite: {path} contains an unfinished run ({outcome}). Because this run has checkpoints, "
+            f"run.overwrite in the config file does not delete it. {choices}or delete it with run.overwrite=true on "
+            "the command line"
         )
     _check_outside(path, {"the current directory": str(Path.cwd()), **(needed or {})})
     return f"the run in {path}: {outcome}"

@@ -104,7 +104,7 @@ class Loop(ABC):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        """Start the workers as `roles`, and stop them when the context ends."""
+        """Start the workers, set `roles`, and stop the workers when the context ends."""
         with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
             yield
 
