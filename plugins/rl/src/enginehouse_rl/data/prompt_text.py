@@ -13,7 +13,7 @@ from enginehouse.jsontext import decode_json
 from enginehouse_rl.data.files import RowProblems, describe_kind
 
 Where = Callable[[int], str]
-"""Names row `i` in messages."""
+"""Function that returns the name of row `i` for messages."""
 
 
 class _NoTemplate(DataError):
@@ -34,7 +34,7 @@ class PromptWriter:
         return isinstance(prompt, str) and not self.chat_template
 
     def prepare_chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return chat messages in the format that the template accepts.
+        """Return chat messages in the format that the template accepts, with the system message of the config.
 
         Raises:
             DataError: a message is empty, or has content that the template does not accept.

@@ -37,7 +37,7 @@ class Tasks:
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
-        """Return the epochs of each source that were handed out. Repeated rows count again."""
+        """Return the number of epochs of each source that were handed out. A repeated task is not counted again."""
         return self._sampler.metrics()
 
     def next(self, count: int) -> list[Task]:
