@@ -77,7 +77,7 @@ class PromptWriter:
             raise DataError(f"the chat template rejects the messages{added}: {error}") from error
 
     def render_row(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
-        """Return the prompt of a row as text; None after a problem, which is added to `problems`."""
+        """Return the prompt of a row as text. If the row has a problem, add it to `problems` and return None."""
         try:
             return self._render(prompt, read_tools(tools))
         except _NoTemplate as error:
