@@ -77,7 +77,7 @@ class TaskRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """How tasks for one purpose are played, such as training or a benchmark.
+    """The settings with which tasks for one purpose are played, such as training or a benchmark.
 
     Attributes:
         sampling: Sampling parameters, unless the environment sets its own; `n` is the number of episodes of each task.

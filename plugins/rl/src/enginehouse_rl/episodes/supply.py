@@ -35,7 +35,7 @@ class Supply:
 
     Attributes:
         probe: Token sequences for the effect check of weight updates.
-        kinds: How training tasks are played, by the name `KIND`. `EpisodeRunners` takes this mapping.
+        kinds: The kind of training tasks by its name `KIND`, as `EpisodeRunners` takes it.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
