@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.tasks import Tasks
 
 MOST_REFUSED = 10
-"""The feed ends the run when this many times the groups of a step have not been kept, one directly after another. A
-group is not kept if the filter rejects it or the failure policy drops it."""
+"""Limit on consecutive groups that are not kept, as a multiple of the number of groups of a step. At the limit, the
+feed ends the run. A group is not kept if the filter rejects it or the failure policy drops it."""
 QUIET_SECONDS = 10.0
 """Seconds after which a caller that waits for episodes learns that none has arrived, so that it can report this."""
 REASONS = ("refused", "dropped", "left_over")

@@ -177,8 +177,8 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
     episode, count only in `reward/...`.
 
     Args:
-        version: Version of the trainer's weights. `staleness/...` is the number of versions by which the weights that
-            generated the oldest token of a sample are older.
+        version: Version of the trainer's weights. `staleness/...` is the number of versions from the weights that
+            generated the oldest token of a sample to this version.
     """
     rows, is_drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
     reward, episode_drawn = samples["reward"][rows.last], is_drawn[rows.last]

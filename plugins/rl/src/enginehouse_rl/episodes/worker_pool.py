@@ -102,8 +102,8 @@ class EnvironmentWorkerPool:
         groups: Worker groups, each of which has a single worker, an `EnvironmentWorker`.
         kinds: Kinds of tasks by name, as the workers know them.
         on_failure: Policy for the episodes of a lost worker.
-        restarts: Maximum number of consecutive restarts after which a worker finishes no task. A worker that is lost
-            once more is not restarted again.
+        restarts: A worker that was restarted this many times without finishing a task in between is not restarted
+            again.
     """
 
     def __init__(

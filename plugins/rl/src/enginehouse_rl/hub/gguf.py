@@ -336,7 +336,7 @@ def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
 
 
 def _is_beyond(name: str, config: Any) -> bool:
-    """True if a tensor belongs to an extra block after a model's layers, which only predicts several tokens ahead."""
+    """True if a tensor belongs to an extra block that follows a model's layers and only predicts further tokens."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= config.get_text_config().num_hidden_layers
 

@@ -38,16 +38,17 @@ first condition says nothing. Then `LOST` replaces `MISSED`, and there must be `
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """KL, in nats per token, from which the policy counts as running away. If twice the entropy of the first steps is more,
-this applies instead: a policy that has come to always give its most likely response has about this KL."""
+that number applies instead, because a policy that has come to always give its most likely response has a KL of about
+that size."""
 GROWTH_FACTOR = 3.0
 """Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
-"""Fraction of responses cut off at max_tokens from which the alarm is raised in any case."""
+"""An alarm is raised if at least this fraction of the responses is cut off at max_tokens."""
 CUT_MANY = 0.5
-"""Fraction of responses cut off at max_tokens from which the alarm is raised if these responses get a higher reward
-than responses that ended."""
+"""The same alarm is raised if at least this fraction of the responses is cut off, and these responses get a higher
+reward than responses that ended."""
 SLOW_FACTOR = 2.0
-"""Factor from which a replica that takes longer than the others counts as slow."""
+"""A replica counts as slow if it takes at least this many times as long as the others."""
 NO_ROLES = ("reward", "environment", "controller")
 """Causes of waiting during which no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.1
-"""Maximum seconds that the loop waits when reading a checkpoint for its digests begins. A small checkpoint is read in
-this time."""
+"""Maximum number of seconds that the loop waits for the digests of a checkpoint right after their reading has begun. A
+small checkpoint is read in this time."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
 """Largest permitted difference of two scores, by dtype. It is a fraction of the score, or of 1 if the score is below 1,
-because a head that starts at zero at first gives scores near 0."""
+because the scores of a head that starts at zero are near 0 at first."""
 
 
 class ExportDiffers(SaveError):

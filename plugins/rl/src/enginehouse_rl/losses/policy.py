@@ -121,7 +121,7 @@ def finish_loss(
             number: the token's probability under the actor, divided by its probability under the rollout. See
             `enginehouse_rl.losses.importance`. Needs `algorithm.old_logprobs=actor`, because all weights are 1 with
             the rollout's logprobs.
-        importance_level: compute the weight for each `token`, or for its whole `sequence`.
+        importance_level: compute a weight for each `token`, or one weight for all tokens of a `sequence`.
         importance_mode: a weight above the cap is cut to the cap (`truncate`), or is 0 (`mask`).
         aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
         max_tokens: divisor of `sequence_mean_token_sum_scaled`; if unset, a run uses `rollout.sampling.max_tokens`.

@@ -29,9 +29,10 @@ READ_SECONDS = 5.0
 """Approximate number of seconds for which `plan` reads the files of a config. It reads some hundred megabytes per
 second."""
 REPEATED = 0.1
-"""Fraction of repeated prompts in a file from which a note reports them."""
+"""A note reports repeated prompts if they are at least this fraction of a file's prompts."""
 SHARED = 0.01
-"""Fraction of the validation prompts that are also training prompts from which a note reports them."""
+"""A note reports validation prompts that are also training prompts if they are at least this fraction of the validation
+prompts."""
 
 
 @dataclass(frozen=True)
