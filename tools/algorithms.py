@@ -118,8 +118,10 @@ def _compared(written: Mapping[str, Any]) -> Iterator[str]:
     packages = " and ".join(f"{name} {version}" for name, version in written["packages"].items())
     yield (
         f"`tests/rl/oracles/make.py` ran the code of {packages} on rows of several turns and stored the results.\n"
-        "`tests/rl/test_oracles.py` compares ours with them. For losses and the KL term it also compares the gradient\n"
-        "by each logprob (for `clipped_value`, by each value). All agree to 1e-6.\n"
+        "`tests/rl/test_oracles.py` compares the results of our functions with the stored results. For losses and the "
+        "KL term it\n"
+        "also compares the gradient with respect to each logprob (for `clipped_value`, to each value). All agree to "
+        "1e-6.\n"
     )
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case in written["cases"]:

@@ -24,7 +24,7 @@ class Metric(NamedTuple):
         unit: The unit; empty for a number without one.
         about: Quantity that the metric measures, as a noun phrase.
         normal: The values to expect; empty where any value may be right.
-        cure: Advice on other values.
+        cure: Advice for the case that the value is not normal.
     """
 
     section: str

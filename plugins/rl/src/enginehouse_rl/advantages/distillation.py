@@ -24,8 +24,8 @@ def distillation(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=1)] = 0
 
     Args:
         batch: columns by token: `old_logprobs` and `reference_logprobs` float32, and `loss_mask`.
-        gamma: discount of the credit of later tokens. 0: a token gets only its own credit; 1: it gets the credit of all
-            later tokens too, which is the gradient of the whole sequence's divergence.
+        gamma: discount of the credit of later tokens. 0: a token gets only its own credit. 1: it also gets the credit
+            of all later tokens, so that the gradient is that of the divergence of whole sequences.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     nearer = tokens.of(batch.ragged("reference_logprobs")) - tokens.of(batch.ragged("old_logprobs"))

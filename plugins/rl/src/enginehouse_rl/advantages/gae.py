@@ -1,4 +1,4 @@
-"""GAE credits a token with the errors of the critic's values from that token on, later errors with less weight.
+"""GAE credits a token with the errors of the critic's values at this token and all later ones. Later errors weigh less.
 
 Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation": A_t = sum
 over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the row's last

@@ -1,7 +1,8 @@
 """GDPO compares each of several rewards separately within its group, so that no reward dominates another.
 
-Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the weighted sum over
-rewards k of (r_ik - mean(r_k)) / std(r_k) of the group, then normalized over the samples of the step.
+Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": the weighted sum over rewards
+k of (r_ik - mean(r_k)) / std(r_k), with mean and std over the group. A_i is this sum, normalized over the samples of
+the step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ def gdpo(
     Args:
         batch: samples of a step, with all samples of each group.
         weights: weights of the rewards' advantages, in the order of the rewards; unset: 1 each.
-        epsilon: number added to each standard deviation. A reward that is equal throughout a group has no effect there.
+        epsilon: number added to each standard deviation. A reward that is equal for all samples of a group has no
+            effect in this group.
 
     Raises:
-        ConfigError: there are not as many weights as rewards.
+        ConfigError: the number of weights is not the number of rewards.
     """
     rewards, group = batch["rewards"], batch["group"]
     if weights is not None and len(weights) != rewards.shape[1]:

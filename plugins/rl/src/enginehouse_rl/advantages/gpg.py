@@ -2,9 +2,9 @@
 from.
 
 Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i - mean(r)),
-alpha = B / (B - M). M of the step's B samples belong to groups with equal rewards, whose gradient is 0. It is used with
-the loss `policy_gradient`. A KL term in the reward is not multiplied by alpha, because groups with equal rewards have a
-KL term too.
+alpha = B / (B - M). M of the step's B samples belong to groups with equal rewards, whose gradient is 0. GPG is used
+with the loss `policy_gradient`. A KL term in the reward is not multiplied by alpha, because groups with equal rewards
+have a KL term too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process rewards credit a token with all steps that end after it. Each step is compared with the steps of its group.
+"""Process rewards credit a token with the steps that end at it or later, each compared with the steps of its group.
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group, A_t =
 sum over the steps that end at t or later of (r - mean(R)) / std(R).

@@ -35,7 +35,7 @@ class CountedTokens:
 
     @property
     def last(self) -> torch.Tensor:
-        """Index of the last token of each row that has any."""
+        """Index of the last counted token of each row that has counted tokens."""
         return self.lengths.cumsum(0)[self.lengths > 0] - 1
 
     def of(self, column: Ragged) -> torch.Tensor:

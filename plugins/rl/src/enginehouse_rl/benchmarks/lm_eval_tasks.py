@@ -1,7 +1,7 @@
 """Creates tasks of lm-eval, and lets them write the prompts of a benchmark.
 
-In lm-eval itself, `lm_eval.simple_evaluate` does this. The same random generators are seeded here, so that the prompts
-are the same.
+In lm-eval itself, `lm_eval.simple_evaluate` does this. This module seeds the same random generators, so that its
+prompts are equal to those of lm-eval.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _list_items(task: ConfigurableTask, limit: int | None, is_chat: bool) -> Ite
 
 
 def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
-    """Return the messages unchanged instead of a template's text, because they are tokenized like those of any chat."""
+    """Return chat messages unchanged. lm-eval calls this in place of a chat template, because the messages are rendered
+    and tokenized later, like those of any chat."""
     return messages
 
 
@@ -149,7 +150,7 @@ def _hide_bars() -> Iterator[None]:
 
 
 def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
-    """Return a task of a benchmark that scores responses, which needs no data set.
+    """Return a task of a benchmark for scoring responses. This task needs no data set.
 
     Args:
         doc: an item, from which the task learns the columns.

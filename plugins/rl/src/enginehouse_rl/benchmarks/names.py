@@ -1,6 +1,6 @@
 """The benchmarks by which a model can be evaluated, with the lm-eval task of each.
 
-lm-eval writes the prompts and scores the responses. The other modules of this package import it, and they are imported
+lm-eval writes the prompts and scores the responses. The other modules of this package import lm-eval. They are imported
 only if a run has a benchmark.
 """
 

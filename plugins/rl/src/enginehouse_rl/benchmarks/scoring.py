@@ -37,7 +37,8 @@ def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict
 
 
 def _list_figures(name: str, value: Any) -> dict[str, float]:
-    """Return a metric of an item as numbers; for a list of verdicts, the number of right verdicts and of all."""
+    """Return a metric of an item as numbers. For a list of verdicts, these are the number of right verdicts and the
+    number of all verdicts."""
     if isinstance(value, list):
         return {name + RIGHT: float(sum(value)), name + OF: float(len(value))}
     return {name: float(value)}

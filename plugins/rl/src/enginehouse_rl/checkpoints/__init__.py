@@ -30,7 +30,7 @@ FORMAT = 2
 """Format version of `loop.json`. Raise it if older code would misread the file, but do not change how its digest is
 computed: older code checks the digest before the version. Format 1 had no digests."""
 LARGE_BYTES = 4 * 2**30
-"""A larger checkpoint is announced before it is read, because reading it may take a while."""
+"""Size in bytes above which a message announces that a checkpoint is read, because reading may take a while."""
 
 Files = Mapping[str, tuple[int, str]]
 """Size in bytes and digest of each file of a checkpoint, by its path in the checkpoint."""
@@ -159,7 +159,7 @@ def digest_files(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _list_folders(directory: Path) -> list[str]:
-    """Return the roles of a checkpoint of an earlier enginehouse, which did not record them."""
+    """Return the roles of a checkpoint that an earlier enginehouse wrote without a list of roles."""
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 

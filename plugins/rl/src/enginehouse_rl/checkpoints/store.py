@@ -43,8 +43,9 @@ class CheckpointStore:
     def clear_partial(self) -> None:
         """Delete the remains of interrupted writes. No process may write checkpoints meanwhile.
 
-        A whole checkpoint whose deletion was interrupted is deleted too, and never restored. A resumed run may have cut
-        its metrics at an earlier step. With the checkpoint restored, the metrics up to its step would be missing.
+        A complete checkpoint whose deletion was interrupted is deleted too, and never restored. The reason is that a
+        resumed run may have cut its metrics at an earlier step. If the checkpoint were restored, the metrics from there
+        to its step would be missing.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)

@@ -111,7 +111,7 @@ def _write_page() -> str:
 
 
 def _write_tables(sections: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
-    """Write a table for each section. A section that `but` contains as well gets only its heading."""
+    """Write a table for each section. A section that is also in `but` gets only its heading and a reference to it."""
     for section in sections:
         yield from ("", f"### {section.name}", "")
         if but and section in but:

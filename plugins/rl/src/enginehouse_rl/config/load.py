@@ -28,7 +28,7 @@ Key = tuple[str, ...]
 
 _HYDRA = re.compile(r"\+\+?|~")
 _HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
-"""The prefixes of Hydra's overrides, and their names in `migration.md`."""
+"""The prefixes of Hydra's overrides, and the form in which `migration.md` lists each."""
 
 MISTYPED = 0.85
 """Smallest similarity (0 to 1) to a key of enginehouse at which an unknown key counts as mistyped. A less similar key,
@@ -133,7 +133,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
-    """Name the commands that accept the file, without overrides; empty if `schema` accepts it or none does."""
+    """Name the commands that accept the file if overrides are ignored. Empty if `schema` accepts it, or if no command
+    does."""
     data, _ = _read(path)
     fits = [command for command, candidate in SCHEMAS.items() if not check(candidate, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
@@ -144,7 +145,7 @@ def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
 
 
 def _name_nearest(path: Path) -> str:
-    """Name the file whose name is nearest to that of a missing file, or name the directory if it is missing too. Empty
+    """Return a hint about a missing file: the file with the nearest name, or the directory if it is missing too. Empty
     if no file has a similar name."""
     folder = path.parent
     if not folder.is_dir():
@@ -225,7 +226,8 @@ def _describe(
     prefix: str,
     instead: Callable[[str], str] | None,
 ) -> list[str]:
-    """Return a message for one error of pydantic; for an unknown section of another project, one for each key."""
+    """Return the messages for one error of pydantic. An unknown section of another project gets one message for each of
+    its keys; any other error gets a single message."""
     key: Key = tuple(str(part) for part in detail["loc"])
     name, place, kind = _join(prefix, detail["loc"]), _locate(key, sources), detail["type"]
     if kind == "extra_forbidden":

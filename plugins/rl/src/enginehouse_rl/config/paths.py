@@ -92,7 +92,7 @@ def check_run_directory(
     """Check that a run may write to `path`. Nothing is deleted here.
 
     Args:
-        overwrite: true if an earlier run in it may be deleted.
+        overwrite: true if an earlier run in the directory may be deleted.
         spare_unfinished: true if an unfinished run with checkpoints must not be deleted.
         needed: the paths that the run reads, by their config keys; none may be deleted.
         resuming: true if the run resumes the earlier run, so that nothing is deleted.
@@ -130,8 +130,9 @@ def check_run_directory(
     outcome = describe_outcome(path)
     if spare_unfinished and can_resume(path):
         raise EarlierRun(
-            f"run.overwrite: {path} contains an unfinished run ({outcome}), which run.overwrite in a file does not "
-            f"delete. {choices}or delete it with run.overwrite=true on the command line"
+            f"run.overwrite: {path} contains an unfinished run ({outcome}). Because this run has checkpoints, "
+            f"run.overwrite in the config file does not delete it. {choices}or delete it with run.overwrite=true on "
+            "the command line"
         )
     _check_outside(path, {"the current directory": str(Path.cwd()), **(needed or {})})
     return f"the run in {path}: {outcome}"
@@ -145,8 +146,8 @@ def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
 
 
 def _check_writable(directory: Path, refusal: str) -> None:
-    """Reject a directory in which no directory can be created. This creates one, because permissions do not always
-    show whether it is possible, as in /proc."""
+    """Raise an error if no directory can be created in `directory`. To find out, create and remove one: permissions do
+    not always show whether this is possible, for example in /proc."""
     try:
         Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
     except OSError as error:
@@ -184,7 +185,7 @@ def _explain_no_directory(path: str) -> str:
 
 
 def _name_missing_weights(directory: Path, files: set[str], key: str) -> str:
-    """Name the missing files of weights; empty if none is missing."""
+    """Name the missing weight files; empty if none is missing."""
     if "model.safetensors.index.json" in files:
         index = _read_json(directory / "model.safetensors.index.json", key)
         shards = sorted(set(index.get("weight_map", {}).values()) - files)

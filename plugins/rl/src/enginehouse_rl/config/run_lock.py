@@ -1,8 +1,9 @@
 """Locks a run directory: the process that writes to it holds a lock on a file in it, as long as the process lives.
 
 The kernel releases the lock (`flock`) when the process ends, in whatever way, so a killed run does not block the next.
-Programs that the process starts do not inherit the lock, and a forked copy releases it at once. On a file system
-without locks, the process named in `run.json` is looked up instead.
+Programs that the process starts do not inherit the lock, and a forked copy of the process closes the lock file at once.
+Therefore only the original process holds the lock. On a file system without locks, the process named in `run.json` is
+looked up instead.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _identify(status: os.stat_result) -> tuple[int, int]:
 
 
 def _close_locks() -> None:
-    """Release the locks in a forked copy of this process."""
+    """Close the lock files in a forked copy of this process. The original process keeps its locks."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -398,7 +398,7 @@ class EvaluationConfig(Section):
 
 
 class AuxiliaryModelConfig(Section):
-    """A model beside the actor's, and its processes."""
+    """A model of a role other than the actor, and the processes of this role."""
 
     engine: EngineConfig | None = Field(
         default=None,

@@ -55,7 +55,7 @@ class ColumnNames:
         problems.raise_any()
 
     def shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Return shapes with the new names."""
+        """Return shapes whose columns have the new names."""
         renamed = self._renamed
         return [
             shape._replace(columns=(*(name for name in shape.columns if name not in renamed), *self.sources))

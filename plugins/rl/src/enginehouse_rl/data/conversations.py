@@ -24,10 +24,10 @@ def open_demonstrations(
         tools: the column with the tools that the model may call, if there is one.
         conversation: the column with prompt and response as one chat. `Table.needed` then contains prompts and
             responses as two columns.
-        seconds: the time for reading, as for `open_table`.
+        seconds: the time limit for reading, as for `open_table`.
 
     Raises:
-        DataError: as for `open_table`; or a conversation has no turn of the assistant, or begins with one.
+        DataError: as for `open_table`; or a conversation has no turn of the assistant, or begins with such a turn.
     """
     needed = [prompt, response] if conversation is None else [conversation]
     table = open_table(path, [*needed, tools or None], seconds)

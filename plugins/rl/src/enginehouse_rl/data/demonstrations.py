@@ -20,7 +20,8 @@ class DemonstrationDataset:
     once."""
 
     def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
-        """Use `load`. `tokens` has prompts with responses; `learned` marks the tokens that the model is to write."""
+        """Use `load` instead. `tokens` has the tokens of each prompt with its response; `learned` marks the tokens that
+        the model is to write."""
         self.sources = sources
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
@@ -41,14 +42,15 @@ class DemonstrationDataset:
     ) -> DemonstrationDataset:
         """Read JSONL or Parquet files and tokenize their demonstrations.
 
-        A demonstration is the prompt as `PromptDataset` renders it, the response, and its end (docs/rows.md).
+        The row of a demonstration is the prompt as `PromptDataset` renders it, the response, and the end of the
+        response (docs/rows.md).
 
         Args:
             path: a file; or several, whose rows follow each other; or a mapping from paths to weights.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            response_column: column with the response: a string, or a list of chat messages, of which the assistant's
-                are learned.
+            response_column: column with the response: a string, or a list of chat messages. Only the messages of the
+                assistant are learned.
             max_tokens: maximum number of tokens of prompt and response together; a longer demonstration is an error.
             chat_template: as for `PromptDataset.load`.
             system: as for `PromptDataset.load`.
@@ -87,5 +89,5 @@ class DemonstrationDataset:
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, rows_per_step: int, seed: int = 0) -> Sampler[DemonstrationDataset]:
-        """Return a sampler of `rows_per_step` demonstrations per step, by the weights of the sources."""
+        """Return a sampler of `rows_per_step` demonstrations per step, which uses the weights of the sources."""
         return Sampler(self, rows_per_step, seed, self.sources)

@@ -20,7 +20,7 @@ _THREADS = 8
 MODEL_FILES = frozenset({".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".txt", ".py"})
 """Suffixes of the model files that engines and tokenizers read."""
 MODEL_PARTS, PART_BYTES = 64, 1 << 16
-"""The number of parts of a large file that are read, and the size of each."""
+"""The number of parts of a large file that are read, and the size of each part in bytes."""
 
 
 def text_digest(text: str) -> str:

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     """Rows that have the same columns.
 
     Attributes:
-        first: the number of the first such row.
+        first: the index of the first such row.
     """
 
     columns: tuple[str, ...]
@@ -92,7 +92,7 @@ class RowProblems:
         self._alike[problem] = first, more + 1
 
     def raise_any(self) -> None:
-        """Raise an error that states the only problem, or lists several problems.
+        """If there are problems, raise an error that states the only one or lists several.
 
         Raises:
             DataError: there is a problem.
@@ -161,7 +161,7 @@ class JsonTable:
 
     Args:
         problems: gets the problems of rows; these rows are left out.
-        until: the `time.monotonic` at which to stop.
+        until: value of `time.monotonic()` at which reading stops. None: all rows are read.
     """
 
     def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
@@ -247,7 +247,8 @@ class ParquetTable:
             return values
 
     def _read_others(self) -> Any:
-        """Return the other columns as a `datasets.Dataset`, or None; columns it cannot decode are read separately."""
+        """Return the other columns as a `datasets.Dataset`, or None. Columns that `datasets` cannot decode are read by
+        `_read_stored`."""
         import datasets
         from pyarrow import parquet
 

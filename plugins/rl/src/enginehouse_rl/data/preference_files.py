@@ -30,8 +30,8 @@ class PreferenceColumns:
 
     Attributes:
         responses: the columns of the better and the worse response, or of the only response.
-        figure: the further value of each row, `"margin"` or `"label"`; empty: there is none.
-        figure_column: the column of that value.
+        figure: the kind of the additional value of each row, `"margin"` or `"label"`; empty: there is no such value.
+        figure_column: the column of this value.
         tools: the column of the tools that the model may call; empty: there is none.
     """
 
@@ -46,7 +46,7 @@ class PreferenceTable:
     """The rows of files of preferences, before they are tokenized.
 
     Args:
-        seconds: the time for reading, as for `open_table`.
+        seconds: the time limit for reading, as for `open_table`.
 
     Attributes:
         has_prompts: true if there is a column of prompts.
@@ -78,7 +78,7 @@ class PreferenceTable:
         return len(self.table)
 
     def texts(self, row: int) -> tuple[Any, ...]:
-        """Return the prompt of a row, if prompts have a column, and its responses, unchanged from the file."""
+        """Return the prompt of a row, if there is a column of prompts, and its responses, unchanged from the file."""
         names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
         return tuple(self.table.needed[name][row] for name in names)
 
@@ -88,7 +88,8 @@ class PreferenceTable:
         """Tokenize some rows.
 
         Returns:
-            The token ids of each prompt, and the responses of each column. A response is empty after a problem.
+            The token ids of each prompt, and the responses of each column. In a row with a problem, responses are
+            empty.
         """
         needed = self.table.needed
 
@@ -149,7 +150,8 @@ class PreferenceTable:
 
 
 def _split_shared(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Return the prompt that two responses share, and the rest of each, including the space before it."""
+    """Return the prompt with which two responses begin, and the rest of each. A space between prompt and rest belongs
+    to the rest."""
     if type(first) is not type(second) or not isinstance(first, str | list):
         return "", first, second
     length = next((at for at, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

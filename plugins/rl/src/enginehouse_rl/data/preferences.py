@@ -26,7 +26,8 @@ class PreferenceDataset:
         figures: torch.Tensor | None = None,
         longest: int | None = None,
     ) -> None:
-        """Use `load`. `tokens` has the prompt with each of an item's `each` responses; `learned` marks the response."""
+        """Use `load` instead. An item has `each` responses. For each response, `tokens` has the tokens of the prompt
+        and of the response, and `learned` marks the tokens that the model is to write."""
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
         self._each, self._figure, self._figures, self._longest = each, figure, figures, longest
@@ -102,7 +103,7 @@ class PreferenceDataset:
         """Pair the prompt of each row of a batch with the response of the next row, and the last prompt with the first
         response.
 
-        A pair that is too long is cut off.
+        A pair that is too long is cut off at the end.
         """
         ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
         starts = [int(row.numpy().argmax()) for row in mask]

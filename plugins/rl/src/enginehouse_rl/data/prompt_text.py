@@ -13,7 +13,7 @@ from enginehouse.jsontext import decode_json
 from enginehouse_rl.data.files import RowProblems, describe_kind
 
 Where = Callable[[int], str]
-"""Names row `i` in messages."""
+"""Function that returns the name of row `i` for messages."""
 
 
 class _NoTemplate(DataError):
@@ -34,7 +34,7 @@ class PromptWriter:
         return isinstance(prompt, str) and not self.chat_template
 
     def prepare_chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return chat messages in the format that the template accepts.
+        """Return chat messages in the format that the template accepts, with the system message of the config.
 
         Raises:
             DataError: a message is empty, or has content that the template does not accept.
@@ -77,7 +77,7 @@ class PromptWriter:
             raise DataError(f"the chat template rejects the messages{added}: {error}") from error
 
     def render_row(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
-        """Return the prompt of a row as text; None after a problem, which is added to `problems`."""
+        """Return the prompt of a row as text. If the row has a problem, add it to `problems` and return None."""
         try:
             return self._render(prompt, read_tools(tools))
         except _NoTemplate as error:

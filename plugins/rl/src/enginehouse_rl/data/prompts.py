@@ -36,7 +36,7 @@ class PromptDataset:
         renderer: Renderer,
         names: ColumnNames,
     ) -> None:
-        """Use `load`. `kept` are the rows of the table to use, and `order` the ranks of all rows."""
+        """Use `load` instead. `kept` has the indices of the table's rows to use, and `order` the ranks of all rows."""
         self._renderer, self._names = renderer, names
         self._table = table
         self._prompts = prompts
@@ -80,8 +80,8 @@ class PromptDataset:
             columns: names of other columns, and of values inside them, for rewards and environments.
 
         Raises:
-            DataError: a file, a row or a column is wrong; or all prompts are too long, or all prompts of a file with a
-                weight.
+            DataError: a file, a row or a column is wrong; or all prompts are too long; or a file has a weight, but all
+                its prompts are too long.
         """
         limit = TokenLimit.from_option("data.max_prompt_tokens", max_prompt_tokens)
         names = ColumnNames(columns or {})
@@ -103,7 +103,7 @@ class PromptDataset:
         return self._names.shapes(self._table.shapes())
 
     def where(self, row: int) -> str:
-        """Name a row for a message, by its number in `Shape.first` or the column `row`."""
+        """Name a row for a message. `row` is an index as in `Shape.first` or in the column `row`."""
         return self._table.where(row)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class PromptDataset:
 
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as the chat template renders it or unchanged),
-            `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, the number of
+            `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, the index of
             the row in the files) and `columns` (a dict of the row's other columns).
         """
         index = np.asarray(indices, dtype=np.int64)
@@ -144,5 +144,6 @@ class PromptDataset:
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, prompts_per_step: int, seed: int = 0) -> Sampler[PromptDataset]:
-        """Return a sampler of `prompts_per_step` prompts per step, by the weights of the sources and the ranks."""
+        """Return a sampler of `prompts_per_step` prompts per step, which uses the weights of the sources and the ranks
+        of the prompts."""
         return Sampler(self, prompts_per_step, seed, self.sources, self.ranks)

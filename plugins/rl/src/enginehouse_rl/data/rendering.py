@@ -63,7 +63,7 @@ def load_tokenizer(
 
     Args:
         trust_remote_code: as in transformers.
-        template_arguments: arguments of its chat template by name, for rows, environments and rewards.
+        template_arguments: arguments by name that the tokenizer then passes to its chat template in every call.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be loaded.
@@ -213,17 +213,17 @@ class Renderer:
         """Tokenize the responses to prompts. Prompt and response are tokenized together, and the prompt's tokens are
         cut off.
 
-        The template writes chat messages, of which the assistant's turns are learned. A string ends with the end of a
-        turn if the template wrote its prompt, otherwise with the tokenizer's end of sequence.
+        The chat template writes chat messages, and only the turns of the assistant are learned. A string gets an end
+        token: the end of a turn if the template wrote the prompt, otherwise the tokenizer's end of sequence.
 
         Args:
-            rendered: the result of `render_prompts`; a text is "" after a problem.
+            rendered: the result of `render_prompts`; the text of a prompt with a problem is "".
             completions: strings, or lists of messages that begin and end with the assistant.
-            column: the name of their column, for messages.
+            column: the name of the column of completions, for messages.
             where, problems, tools: as for `render_prompts`.
 
         Returns:
-            The responses. A response has no tokens after a problem.
+            The responses. The response of a row with a problem has no tokens.
 
         Raises:
             DataError: a completion is neither a string nor such a list, cannot be rendered, or has no tokens.
@@ -254,7 +254,7 @@ class Renderer:
         return responses
 
     def _cut_reply(self, text: str, prompt: np.ndarray, reply: Reply, whole: np.ndarray, special: bool) -> Response:
-        """Return the tokens of a reply, which follow the tokens of its prompt, and its end token.
+        """Return the response for a reply: the tokens that follow the tokens of its prompt, with the end token.
 
         `whole` has the tokens of prompt and reply together. `special` is true if no chat template wrote the prompt.
 
@@ -295,8 +295,8 @@ class Renderer:
     def _cut_prompt(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
         """Return the tokens of a reply, given the tokens `whole` of prompt and reply together.
 
-        If a token contains letters of both, the reply is tokenized after another text with which it shares no token,
-        because at generation the model gets exactly the tokens of the prompt.
+        If a token contains letters of both, the reply is tokenized after another text, with which the reply shares no
+        token. The reason is that the model gets exactly the tokens of the prompt when it generates.
         """
         if np.array_equal(whole[: len(prompt)], prompt):
             return whole[len(prompt) :]
@@ -333,12 +333,12 @@ def join(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
-    """True if a string has at most `tokens` tokens, whatever the tokenizer."""
+    """True if a prompt is a string that has at most `tokens` tokens with any tokenizer."""
     return isinstance(read_text_or_chat(prompt), str) and bool(prompt.strip()) and bound_tokens(prompt) <= tokens
 
 
 def bound_tokens(text: str) -> int:
-    """Return an upper bound on the tokens of a text. A tokenizer makes at most one token of each byte."""
+    """Return an upper bound on the number of tokens of a text. A tokenizer makes at most one token of each byte."""
     return len(text.encode()) + _SPECIAL_TOKENS
 
 

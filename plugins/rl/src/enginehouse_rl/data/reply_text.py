@@ -101,8 +101,8 @@ class ReplyWriter:
                 )
 
     def _share_turns(self, before: str, whole: str, start: int) -> str:
-        """Return the part that a chat shares with a longer chat, up to the end of its last turn, which begins at
-        `start`.
+        """Return the text that a chat `before` shares with a longer chat `whole`, up to the end of the last turn of
+        `before`, which begins at `start`.
 
         A template may write more after the end of a chat, such as `<|endoftext|>`. Returns "" if the turn differs.
         """

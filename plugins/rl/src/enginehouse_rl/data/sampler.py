@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
 
 _SERIALS_AT_ONCE = 4096
-"""Serial numbers in a part. The counts of each source are kept for the beginning of each part."""
+"""Number of serial numbers in a part. For the beginning of each part, the sampler stores how many rows it has sampled
+from each source."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """The fractional part of the golden ratio, in units of 2**-64. Its multiples are spread most evenly."""
 
@@ -38,9 +39,9 @@ class Sampler(Generic[D]):
     """Samples a fixed number of rows per step from a data set, without end.
 
     Each epoch of a source goes once through all of its rows, in an order that depends only on `(seed, epoch)` and the
-    source's position. A step that reaches the end of an epoch continues with the next epoch. The source of a serial
-    number depends only on the seed, the weights and the number. Among any consecutive rows, each source has its
-    fraction, to within a few rows.
+    index of the source. A step that reaches the end of an epoch continues with the next epoch. The source of a row
+    depends only on the seed, the weights and the serial number of the row. Among any consecutive rows, the fraction of
+    each source matches its weight, to within a few rows.
 
     Attributes:
         drawn: the number of rows sampled so far; their serial numbers begin at 0.
@@ -100,7 +101,7 @@ class Sampler(Generic[D]):
         return self.dataset.rows(np.array(indices, dtype=np.int64))
 
     def epochs(self) -> dict[str, float]:
-        """Return the number of epochs of each source that were sampled, by its name."""
+        """Return the number of epochs of each source that were sampled, by the name of the source."""
         counts = self._count(self.drawn)
         return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
 
@@ -159,7 +160,7 @@ class Sampler(Generic[D]):
         self._offset = np.uint64(int(np.random.default_rng([self.seed % 2**64]).integers(2**64, dtype=np.uint64)))
 
     def _locate(self, serial: int) -> tuple[int, int]:
-        """Return the source of a serial number, and the number of rows that were sampled from it before."""
+        """Return the index of the source of a serial number, and the number of rows sampled from this source before."""
         if len(self._sources) == 1:
             return 0, serial
         part = serial // _SERIALS_AT_ONCE
@@ -176,7 +177,7 @@ class Sampler(Generic[D]):
         return self._before[part] + np.bincount(within, minlength=len(self._sources))
 
     def _find_sources(self, part: int, count: int) -> np.ndarray:
-        """Return the sources of the first `count` serial numbers of a part."""
+        """Return the index of the source of each of the first `count` serial numbers of a part."""
         while len(self._before) <= part:
             earlier = self._find_sources(len(self._before) - 1, _SERIALS_AT_ONCE)
             self._before.append(self._before[-1] + np.bincount(earlier, minlength=len(self._sources)))

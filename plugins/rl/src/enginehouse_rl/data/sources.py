@@ -15,7 +15,7 @@ from enginehouse_rl.data.files import RowProblems, describe_kind
 
 
 class Source(NamedTuple):
-    """Adjacent rows of a data set that have their own epochs.
+    """Adjacent rows of a data set that are sampled in separate epochs.
 
     Attributes:
         name: its name in metrics; "" for the only source.

@@ -2,9 +2,9 @@
 
 The policy must have generated each chosen token during this play, after exactly the tokens that precede it in the
 episode, and with the logprob that the episode states. An environment that decodes a response and encodes it again, or
-that edits messages, silently breaks this rule: the loss would train on tokens that nobody generated. An environment
-that makes several rows of an episode must not mark their common prefix as chosen in each row, because these tokens
-would count twice.
+that edits messages, silently breaks this rule: the loss would train on tokens that nobody generated. If several rows of
+an episode begin with the same generated tokens, only one of the rows may mark these tokens as chosen. Otherwise they
+would count more than once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 
 FAILED = "failed"
-"""Finish of an episode that could not be generated, and therefore has no tokens of the policy."""
+"""Value of `Episode.finish` if an episode could not be generated, and therefore has no tokens of the policy."""
 
 
 class MalformedEpisode(EnginehouseError):
@@ -38,11 +38,10 @@ class EpisodeChecks:
 
     Attributes:
         environment: Name of the environment, for messages.
-        vocabulary: Number of tokens that all models of the run know. None: any.
-        most_tokens: Maximum number of tokens of a row. None: any.
-        token_rewards: True if the run reads rewards of single tokens.
-        temperature: Temperature at which the run trains on the tokens. None: any temperature is permitted, or the run
-            does not train on them.
+        vocabulary: Number of token ids that all models of the run know. None: any id is permitted.
+        most_tokens: Maximum number of tokens of a row. None: no limit.
+        token_rewards: True if the run reads `token_rewards`. If it does not, rows must not have any.
+        temperature: Temperature at which chosen tokens must have been generated. None: any temperature is permitted.
     """
 
     environment: str
@@ -111,8 +110,13 @@ class EpisodeChecks:
         before: list[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """Describe the problem of a row, and add the row to `before`. Takes the arguments of
-        `DrawnTokens.find_repeated_choice`, and the `finish` of the episode."""
+        """Describe the problem of a row; empty if there is none. Add the row to `before`.
+
+        Args:
+            finish: The `finish` of the row's episode.
+            before: Tokens and mask of the episode's earlier rows.
+            again: See `DrawnTokens.find_repeated_choice`.
+        """
         columns = {}
         for name, kinds, entry in _COLUMNS:
             try:

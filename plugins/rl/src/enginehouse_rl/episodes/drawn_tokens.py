@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """The tokens generated after some prompt (int64) and their logprobs (float32), with the range of weight versions.
-    `temperature` is None if the environment left it to the run."""
+    """The tokens of a completion (int64), their logprobs (float32), and the oldest and the newest weight version that
+    generated them. `temperature` is None if the policy used the run's sampling parameters."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -39,14 +39,15 @@ class DrawnTokens:
         self._after: dict[int, dict[bytes, list[_Draw]]] = {}  # by length and digest of the tokens before
 
     def record(self, policy: Policy) -> Policy:
-        """Return a policy that adds to this record what it generates."""
+        """Return a policy that behaves like `policy`, and adds the tokens that it generates to this record."""
         self._tokenizer = policy.tokenizer
         return _RecordedPolicy(policy, self)
 
     def add(
         self, tokens: Sequence[int], completions: Sequence[Completion], sampling: SamplingParams | None = None
     ) -> None:
-        """Record completions of `tokens`; `sampling` is None if the run's own sampling parameters were used."""
+        """Record completions that were generated after `tokens`. `sampling` is None if the policy used the run's
+        sampling parameters."""
         before = np.asarray(tokens, dtype=np.int64)
         draws = self._after.setdefault(len(before), {}).setdefault(_digest(before).digest(), [])
         draws += [
@@ -76,7 +77,7 @@ class DrawnTokens:
             mask: True for chosen tokens, bool `(tokens,)`.
             logprobs: Logprobs of the row, float32 `(tokens,)`.
             versions: Weight versions of the row, int64 `(tokens,)`.
-            temperature: Temperature at which the run trains on the tokens. None: any.
+            temperature: Temperature at which the run trains on the tokens. None: the temperature is not checked.
         """
         wrong = mask.copy()
         reached = [(start, draw, *_match(draw, tokens, start)) for start, draw in self._iterate_draws(tokens)]
@@ -117,8 +118,8 @@ class DrawnTokens:
         )
 
     def _describe_undrawn(self, tokens: np.ndarray, place: int, drawn: Sequence[int]) -> str:
-        """Describe a chosen token that the policy did not generate. `drawn` are tokens that the policy generated in its
-        place."""
+        """Describe a chosen token that the policy did not generate. `drawn` has the tokens that the policy generated at
+        this place instead."""
         explanation = (
             f"the policy generated {self._show(drawn[0])} there"
             if drawn
@@ -138,18 +139,18 @@ class DrawnTokens:
         before: Sequence[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """Describe the first chosen token that is also chosen in an earlier row of the episode with the same prefix.
+        """Describe the first token that is chosen too often: in this row and in earlier rows with the same prefix.
 
-        The result is empty if the policy generated each such token again, because two branches may generate the same
-        tokens.
+        The result is empty if there is no such token. A token may be chosen as many times as the policy generated it
+        after this prefix, because two branches may generate the same tokens.
 
         Args:
             tokens: Tokens of the row, int64 `(tokens,)`.
             mask: True for chosen tokens, bool `(tokens,)`.
             before: Tokens and mask of the episode's earlier rows.
-            again: Counts the repeated choices of each token in this play, by the digest of the tokens up to it. The
-                first row of an episode that chooses a token is not counted, because episodes may share generated
-                tokens.
+            again: Number of repeated choices of each token in this play so far, by the digest of the row up to and
+                including the token. This method updates it. The first row of an episode that chooses a token is not
+                counted, because episodes may share generated tokens.
         """
         times = np.zeros(len(tokens), np.int64)
         for other_tokens, chosen in before:
@@ -173,7 +174,8 @@ class DrawnTokens:
         return ""
 
     def _iterate_draws(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
-        """Yield what was generated after a prefix of a row, with the length of the prefix."""
+        """For each completion that was generated after a prefix of a row, yield the length of the prefix, and the
+        completion."""
         digest, hashed = _digest(tokens[:0]), 0
         for start in sorted(self._after):
             if start >= len(tokens):
@@ -214,15 +216,15 @@ def _is_at(draw: _Draw, temperature: float | None) -> bool:
 
 
 def _match(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
-    """Return the place up to which a row matches what was generated at `start`, and True if more was generated than
-    that."""
+    """Compare a row, from the index `start` on, with a completion. Return the index in the row at which the match ends,
+    and True if the completion has tokens beyond the match."""
     is_equal = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
     count = len(is_equal) if is_equal.all() else int(is_equal.argmin())
     return start + count, count < len(draw.tokens)
 
 
 def _count_common(tokens: np.ndarray, other_tokens: np.ndarray) -> int:
-    """Return the number of tokens at the beginning of two rows that are equal."""
+    """Return the length of the common prefix of two rows, in tokens."""
     count = min(len(tokens), len(other_tokens))
     is_equal = tokens[:count] == other_tokens[:count]
     return count if is_equal.all() else int(is_equal.argmin())

@@ -1,8 +1,9 @@
 """The worker's side of environments in separate processes; `worker_pool` is the controller's side.
 
-A worker plays tasks like the controller. It requests tokens from the controller's fleet, because only the fleet knows
-which replicas are free and which are lost. The tokens go directly from the replica to the worker, and the rows go
-directly from the worker to the trainer. The controller gets only `ScoredGroup` and `DistributedBatch`.
+A worker plays tasks in the same way as the controller does without workers. It requests tokens from the controller's
+fleet, because only the fleet knows which replicas are free and which are lost. The tokens go directly from the replica
+to the worker, and the rows go directly from the worker to the trainer. The controller gets only the rewards
+(`ScoredGroup`) and references to the rows (`DistributedBatch`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 SILENT_SECONDS = 10.0
-"""Seconds after which a worker reports even without news; at most half of a call's time limit. A worker that is silent
-for the whole time limit counts as hanging."""
+"""After this many seconds, a worker reports even without news. If half of a call's time limit is shorter, the worker
+reports after that time, because a worker that is silent for the whole time limit counts as hanging."""
 
 
 class EnvironmentWorker(Worker):
@@ -84,7 +85,7 @@ class EnvironmentWorker(Worker):
     async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
         """Accept orders, and return a report once there is news (see `AnswerQueue`).
 
-        `drawn` has the tokens and logprobs of each answer in the orders.
+        `drawn` has one batch for each answer in the orders: the tokens and logprobs of this answer.
         """
         if self._watches and self._watchdog is None:
             self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
@@ -105,7 +106,7 @@ class EnvironmentWorker(Worker):
         return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
 
     def shutdown(self) -> None:
-        """Stop the processes of the rewards."""
+        """Stop the reward processes."""
         logging.getLogger().removeHandler(self._warnings)
         if self._watchdog is not None:
             self._watchdog.close()
@@ -167,7 +168,7 @@ class EnvironmentWorker(Worker):
         self._answers.speak()
 
     async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
-        """Generate as `RolloutFleet.generate` does, through the controller."""
+        """Let the controller's fleet answer a request, as `RolloutFleet.generate` does."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._requests[kind].append((number, request))
@@ -228,7 +229,7 @@ class _WarningCollector(logging.Handler):
 
 
 class _WorkerTokens:
-    """Takes the place of the fleet for a policy in a worker."""
+    """Replaces the fleet for a policy in a worker, and passes the policy's requests to the controller."""
 
     def __init__(self, worker: EnvironmentWorker, kind: str):
         self._worker, self._kind = worker, kind
@@ -238,6 +239,6 @@ class _WorkerTokens:
 
 
 def _split_notes(groups: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
-    """Return the rows of groups, with texts as bytes; and separately the columns that contain Python objects."""
+    """Return the rows of groups, with texts as bytes. Columns that contain Python objects are returned separately."""
     batch = encode_texts(build_rows(groups)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}

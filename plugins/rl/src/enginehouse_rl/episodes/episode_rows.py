@@ -1,7 +1,8 @@
 """Joins the rows of each episode for functions that work on episodes, and distributes their results to the rows.
 
-The rows of an episode are adjacent, and its last row holds the values of the episode (`scored_group.build_batch`). So
-no values move: for a ragged column, only the offsets change. An advantage need not know about rows.
+The rows of an episode are adjacent, and its last row holds the values of the episode (`scored_group.build_batch`).
+Therefore, joining rows copies no values of a ragged column: only its offsets change. An advantage function gets one row
+for each episode, and need not know that there were several.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from enginehouse.data.columns import COLUMNS
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 REDUCED_COLUMNS = {column.name: REDUCTIONS[column.of_episode] for column in COLUMNS if column.of_episode in REDUCTIONS}
-"""Columns with one number per row, to which all rows of an episode contribute, and the function that combines them."""
+"""Columns in which all rows of an episode contribute to the number of the episode, and the function that combines the
+numbers of the rows."""
 
 
 class EpisodeRows:
@@ -27,8 +29,8 @@ class EpisodeRows:
         episode: Label of each row's episode, int64 `(rows,)`. Rows with equal labels are adjacent.
 
     Attributes:
-        index: Number of each row's episode from 0, int64 `(rows,)`.
-        last: Number of the last row of each episode, int64 `(episodes,)`.
+        index: Index of each row's episode, int64 `(rows,)`.
+        last: Index of the last row of each episode, int64 `(episodes,)`.
         are_single: True if each episode has one row.
     """
 
@@ -41,14 +43,14 @@ class EpisodeRows:
 
     @property
     def segment(self) -> torch.Tensor:
-        """Number of each row within its episode, int64 `(rows,)`."""
+        """Index of each row within its episode, int64 `(rows,)`."""
         return torch.arange(len(self.index)) - self._bounds[self.index]
 
     def join(self, samples: Batch) -> Batch:
         """Return the samples with one row for each episode.
 
-        A ragged column gets the values of all rows of the episode, and `REDUCED_COLUMNS` are combined. Any other column
-        keeps the value of the last row, which holds the values of the episode.
+        A ragged column gets the values of all rows of the episode. The numbers of `REDUCED_COLUMNS` are combined. Any
+        other column keeps the value of the last row, which holds the values of the episode.
         """
         if self.are_single:
             return samples
@@ -62,12 +64,14 @@ class EpisodeRows:
         return Batch({name: column}).take(self.last)[name]
 
     def apply(self, make: Callable[[Batch], Batch], samples: Batch, lengths: torch.Tensor) -> dict[str, Any]:
-        """Return the columns that a function of episodes adds or changes, as columns of the episodes' rows.
+        """Call a function that works on episodes, and return the columns that it adds or changes, as columns of
+        `samples`.
 
-        Values of a token stay at their token. Values of an episode are repeated for each of its rows.
+        The value of a token stays at its token. The value of an episode is repeated for each row of the episode.
 
         Args:
             make: Takes samples with one row for each episode, and returns them with more columns.
+            lengths: Length of each row of `samples` in tokens, int64 `(rows,)`.
         """
         joined = self.join(samples)
         extended = make(joined)

@@ -60,12 +60,12 @@ class Failures:
         self._traced: set[str] = set()  # reasons for which a traceback was shown
 
     def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
-        """Count and report a failure. The caller tries again if this returns.
+        """Count and report a failure. If this method returns, the caller must try again.
 
         Args:
             what: Name of what failed, for messages.
             episodes: Number of episodes that this failure affects.
-            number: Number of earlier failures of the same thing.
+            number: Number of earlier failures of the same episode or group.
 
         Raises:
             GivenUp: The run continues without what failed.
@@ -87,7 +87,7 @@ class Failures:
             raise GivenUp from error
 
     def leave_out(self, episodes: int, why: str) -> None:
-        """Count episodes without a score. The reward has already warned of the first."""
+        """Count episodes without a score. This logs nothing, because the reward has already warned of the first one."""
         self.last_error = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
         self._counts["unscored"] += episodes
 
@@ -97,7 +97,7 @@ class Failures:
         return counts
 
     def warn_again(self) -> None:
-        """Warn of the next failure of each reason, even after an earlier warning of it."""
+        """Allow one more warning for each reason. Without this call, only the first failure for a reason is logged."""
         self._warned.clear()
 
     def _warn(self, what: str, error: BaseException) -> None:
@@ -124,7 +124,7 @@ FATAL_ERRORS = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError
 
 
 def find_fatal_cause(error: BaseException) -> Exception | None:
-    """Return the cause of an error if this cause ends the run under any policy, else None.
+    """Return the first cause of an error that ends the run under any failure policy, or None if there is none.
 
     Such causes are a reward that gives no score, mistakes of the user or the environment, and errors of the controller
     other than a failed request for tokens.

@@ -1,6 +1,6 @@
 """The feed hands out groups of scored episodes in their order of arrival.
 
-It plays tasks on its own event loop in a thread, so that the training loop is plain code that takes groups from it.
+It plays tasks on an event loop in another thread, so that the training loop can be synchronous code.
 `enginehouse_rl.episodes.staleness` decides which groups begin and which groups a step takes.
 """
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.tasks import Tasks
 
 MOST_REFUSED = 10
-"""Maximum number of consecutive groups that the filter rejects or the failure policy drops, as a multiple of the groups
-of a step. At this number, the feed gives up."""
+"""Limit on consecutive groups that are not kept, as a multiple of the number of groups of a step. At the limit, the
+feed ends the run. A group is not kept if the filter rejects it or the failure policy drops it."""
 QUIET_SECONDS = 10.0
 """Seconds after which a caller that waits for episodes learns that none has arrived, so that it can report this."""
 REASONS = ("refused", "dropped", "left_over")
-"""Reasons why a group is not trained on: a filter rejected it; the failure policy left no episode of it; or the step
-did not need it, so its task is repeated."""
+"""Reasons why a group is not trained on: a filter rejected it; the failure policy left no episode of it; or it came too
+late for any step, so its task is repeated."""
 
 
 class NoGroupKept(EnginehouseError):
-    """No group is trained on, because the filter rejects all of them or all of them fail."""
+    """Too many groups in a row cannot be trained on, because the filter rejected them or they failed."""
 
 
 class Feed:
@@ -80,11 +80,12 @@ class Feed:
         """Wait for a step's groups. Calls `begin` with these arguments, unless `begin` was already called.
 
         Yields:
-            The number of the step's episodes that were generated since the last yield; 0 from time to time if none was.
-            The iterator ends when all episodes of the step are generated, whether or not they are scored.
+            The number of the step's episodes that were generated since the last yield. If none is generated for
+            `QUIET_SECONDS`, this number is 0. The iterator ends when all episodes of the step are generated, whether or
+            not they are scored.
 
         Raises:
-            NoGroupKept: The filter rejects, or failures drop, one group after another.
+            NoGroupKept: The filter rejected, or the failure policy dropped, too many groups in a row (`MOST_REFUSED`).
             EnginehouseError: Another error ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:
@@ -140,7 +141,8 @@ class Feed:
         return missing
 
     def _advance(self) -> None:
-        """Begin the tasks that may begin, and hand over the groups that the step waits for once they are complete."""
+        """Begin the tasks that may begin. If the current step can be served, hand over its groups, or the error that
+        ended the feed."""
         if self._error is None:
             try:
                 for task in self._tasks.next(self._schedule.count_room(self._missing, self._remaining)):
@@ -214,8 +216,8 @@ class Feed:
             self._fail(_make_no_group_kept(self._unused, self._runner.last_error))
 
     def _leave_over(self, serials: Sequence[int]) -> None:
-        """Drop groups that come too late for any step, and repeat their tasks. Otherwise, the run would rarely train on
-        long responses."""
+        """Drop groups that come too late for any step, and repeat their tasks. Without the repetition, the run would
+        rarely train on long responses."""
         self._tasks.repeat(serials)
         self._left_over.update(serials)
         self._counts["left_over"] += len(serials)
@@ -242,7 +244,8 @@ class Feed:
 
 
 class RunningTasks:
-    """Plays tasks concurrently, from its creation on. Iterating yields each group as it ends."""
+    """Plays tasks concurrently, and begins when it is created. Iterating over it yields each group as soon as the group
+    ends."""
 
     def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):
         self._messages: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()
@@ -262,7 +265,7 @@ class RunningTasks:
             self._messages.put(None)
 
     def __iter__(self) -> Iterator[ScoredGroup]:
-        """Yield the groups that were not yielded yet; raise the error that ended the tasks."""
+        """Yield the groups that no earlier iteration yielded. If an error ended the tasks, raise it."""
         while (group := self._messages.get()) is not None and not isinstance(group, BaseException):
             yield group
         self._messages.put(group)  # for the next caller

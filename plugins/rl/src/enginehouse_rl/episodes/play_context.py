@@ -25,12 +25,12 @@ class PlayContext:
     """Implements `enginehouse.engines.environment.EpisodeContext` for one try of one task.
 
     Attributes:
-        verdict: Error of an episode played by `each` that fails the whole task.
-        left_out: Number of episodes played by `each` that failed and are left out.
+        verdict: Error that `each` raised and that fails the whole task; None if there is none.
+        left_out: Number of episodes that failed in `each` and were left out of its result.
         activity: Counts what the episodes wait for. None: nothing is counted.
         unended: Number of this task's episodes that `activity` counts as in progress.
-        traces: Traces of the episodes by the identity of their tokens, because an environment may change their score or
-            order.
+        traces: Trace of each episode that `each` played, by the `id` of the object that holds the episode's tokens. An
+            environment may replace the score of an episode or change the order of episodes, but keeps this object.
         unscored: Number of episodes for which the environment has not requested a score.
     """
 
@@ -60,7 +60,7 @@ class PlayContext:
 
     @contextmanager
     def track_episodes(self) -> Iterator[None]:
-        """Count the episodes as in progress until each one ends, or until the context ends."""
+        """Count each episode as in progress until it ends, at the latest until the context ends."""
         self._end(-self.samples)
         try:
             yield
@@ -73,11 +73,11 @@ class PlayContext:
             self.activity.episodes -= episodes
 
     def trace_policy(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
-        """Return a policy that reports its requests, unless activity is not counted."""
+        """Return a policy that records its requests. If no activity is counted, return `policy` itself."""
         return policy if self.activity is None else TracedPolicy(policy, self.activity, turns)
 
     def find_trace(self, episode: Episode) -> Trace | None:
-        """Return the trace of an episode that `each` played, or None."""
+        """Return the trace that `each` recorded for an episode, or None if it recorded none."""
         _, trace = self.traces.get(id(episode.tokens), (None, None))
         return trace
 

@@ -1,4 +1,4 @@
-"""Policies, which request tokens from a fleet or from a replacement of a fleet."""
+"""Policies, which request tokens from a fleet, or from an object that replaces the fleet in a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SamplingPolicy:
-    """The base of policies: `generate` requests a single completion from `samples`."""
+    """Base class of policies. Its `generate` calls `samples` for a single completion."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         (completion,) = await self.samples(tokens, 1, sampling)
@@ -29,7 +29,7 @@ class SamplingPolicy:
 
 
 class TokenSource(Protocol):
-    """The source of a policy's tokens: a fleet, or a replacement of it."""
+    """The source of a policy's tokens: a fleet, or an object that replaces it."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
@@ -38,11 +38,11 @@ class FleetPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
-        tokenizer: Tokenizer of the model. Its end tokens also end a response.
+        tokenizer: Tokenizer of the model. Its end-of-text tokens also end a response, unless `sampling.ignore_eos`.
         sampling: Sampling parameters for calls that set none.
         name: Prefix of the ids of the policy's requests.
         seed: Seed of the first call. The seed of each later call is derived from this seed and the number of the call.
-        is_greedy: True if the most likely tokens are chosen, whatever temperature a call sets.
+        is_greedy: True to generate the most likely tokens, whatever temperature a call sets.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FleetPolicy(SamplingPolicy):
         return self._branch(name, self._is_greedy)
 
     def branch_greedily(self) -> FleetPolicy:
-        """Return a branch that chooses the most likely tokens."""
+        """Return a branch that generates the most likely tokens."""
         return self._branch("greedy", True)
 
     def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:

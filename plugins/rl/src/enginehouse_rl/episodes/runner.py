@@ -77,12 +77,12 @@ class TaskRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """The purpose for which tasks are played.
+    """The settings with which tasks for one purpose are played, such as training or a benchmark.
 
     Attributes:
         sampling: Sampling parameters, unless the environment sets its own; `n` is the number of episodes of each task.
         tasks: Number of tasks over which failures of the reward are counted together.
-        filtered: True if the run's filter decides which groups are trained on.
+        filtered: True if steps train on the tasks, so that the run's filter decides which groups are kept.
         is_benchmark: True if the tasks are items of a benchmark. Each item then gets one response, which lm-eval
             scores.
     """
@@ -229,11 +229,11 @@ class EpisodeRunner:
         Args:
             what: Name of the result, for messages.
             episodes: Number of episodes that fail if `make` fails.
-            make: Function of the number of the try and of a deadline.
+            make: Called with the number of the try, from 0, and with the deadline of this try.
 
         Raises:
             GivenUp: `make` failed, and the run continues without the result.
-            EnginehouseError: As for `play`.
+            EnginehouseError: An error ends the run, as described in `play`.
         """
         number = 0
         while True:
@@ -281,8 +281,8 @@ async def _settle(
 ) -> tuple[T] | BaseException:
     """Return the result of `make` in a tuple, or the error that prevented it.
 
-    `make` runs in its own task. If that task resists cancellation, nobody waits for it. Errors that are no `Exception`
-    do not leave the task, because they would end the event loop.
+    `make` runs in a separate asyncio task. If this task resists cancellation, nobody waits for it. An error that is no
+    `Exception` is caught inside the task, because otherwise it would end the event loop.
     """
 
     async def make_or_catch() -> tuple[T] | BaseException:
@@ -329,7 +329,7 @@ def make_runner(
 ) -> EpisodeRunner:
     """Make the runner that plays tasks of a kind according to a plan.
 
-    `activity` counts what the episodes wait for, except those of `single_turn`.
+    `activity` counts what the episodes wait for. Episodes of `single_turn` are not counted.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     if kind.is_benchmark:
@@ -364,7 +364,7 @@ def make_runner(
 
 
 def _copy_task(task: Task) -> Task:
-    """Copy a task, so that an environment may change it without changing the data's rows, which serve all steps."""
+    """Copy a task, so that no environment can change the rows of the data, which all steps share."""
     columns, messages = copy.deepcopy((task.columns, task.messages))
     return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
 

@@ -45,7 +45,7 @@ class EpisodeRunners:
 
     @contextmanager
     def start(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
-        """Start everything that plays tasks, and the roles, which connect to Ray. Stop all when the context ends."""
+        """Enter `roles`, which connects to Ray, and start what plays tasks. Both stop when the context ends."""
         with ExitStack() as stack:
             if not self._apart:
                 self._rewards = stack.enter_context(closing(WeightedRewards(self._plan)))

@@ -42,8 +42,8 @@ def sample_rows(
     Args:
         samples: The columns `WRITTEN_COLUMNS`, and the columns that `token_rows` reads if tokens are written.
         tokenizer: Tokenizer for the text of each token. None: no tokens are written.
-        most_tokens: Maximum number of tokens that are written one by one, as `by_token`. The first rows that fit get
-            them.
+        most_tokens: Maximum total number of tokens whose text and values are written as `by_token`. Rows from the first
+            on get `by_token` until this number is reached.
     """
     episodes = EpisodeRows(samples["episode"])
     ends = set(episodes.last.tolist())
@@ -124,7 +124,7 @@ def decode_texts(column: Sequence[str] | Ragged) -> Sequence[str]:
 
 
 def check_figures(scores: Sequence[Score], function: str) -> None:
-    """Reject metrics of a reward whose names are reserved for the run.
+    """Check the names of the metrics that a reward function returned with its scores.
 
     Raises:
         ConfigError: A metric has the name of one of the run's metrics, or its name contains a "/".
@@ -177,8 +177,8 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
     episode, count only in `reward/...`.
 
     Args:
-        version: Version of the trainer's weights. `staleness/...` is the number of versions by which the oldest token
-            of a sample is older.
+        version: Version of the trainer's weights. `staleness/...` is the number of versions from the weights that
+            generated the oldest token of a sample to this version.
     """
     rows, is_drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
     reward, episode_drawn = samples["reward"][rows.last], is_drawn[rows.last]

@@ -23,7 +23,7 @@ NO_SCORE = Scored(0.0)
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A task that was played, as the controller knows it.
+    """A task that was played, with its result.
 
     Attributes:
         rewards: Rewards of the remaining episodes. Each episode has one reward, however many rows it has.
@@ -144,7 +144,11 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
 def _build_optional_columns(
     groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
 ) -> dict[str, torch.Tensor | Ragged]:
-    """Build the columns that exist only if all groups, with `sizes` rows each, or all rows have a value for them."""
+    """Build `baseline` if all groups have a baseline, and `token_rewards` if all rows have token rewards.
+
+    Args:
+        sizes: Number of rows of each group.
+    """
     columns: dict[str, torch.Tensor | Ragged] = {}
     baselines = [group.baseline for group in groups if group.baseline is not None]
     if groups and len(baselines) == len(groups):

@@ -1,10 +1,10 @@
 """The staleness window decides which groups may begin and which groups a step takes. It only does bookkeeping.
 
 A step may train on a group that began under weight version b while the trainer's version is at most b + `staleness`.
-Each step trains on `groups` groups and produces the next version. After each step, for every number j, at most `j *
-groups` groups may have to be taken within the next j steps. This is the schedulability condition of earliest deadline
-first (Liu & Layland 1973), and `choose` maintains it. Apart from this condition, `choose` takes groups in the order in
-which they end.
+Each step trains on `groups` groups and produces the next version. A group that no step takes in time is lost. To lose
+none, `choose` maintains a condition: after each step, for every number j, at most `j * groups` groups are due within
+the next j steps. This is the schedulability condition of earliest deadline first (Liu & Layland 1973). Apart from this
+condition, `choose` takes groups in the order in which they end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StalenessWindow:
         self._begun[serial] = version
 
     def end(self, serial: int) -> None:
-        """Record that a group is complete, scored, and to be trained on."""
+        """Record that a group is complete and scored, so that a step may train on it."""
         self._ended.append(serial)
 
     def give_up(self, serial: int) -> None:
@@ -57,8 +57,14 @@ class StalenessWindow:
             self._ended.remove(serial)
 
     def choose(self, version: int) -> list[int] | None:
-        """Return the serial numbers of the groups to train on at weight `version`, ascending; None if too few have
-        ended."""
+        """Choose the groups that a step trains on, and stop tracking them.
+
+        Args:
+            version: Version of the trainer's weights in this step.
+
+        Returns:
+            The serial numbers of the chosen groups in ascending order, or None if the step must wait for more groups.
+        """
         chosen: list[int] = []
         for ahead in range(self.staleness + 1):
             urgent = {serial for serial, begun in self._begun.items() if begun + self.staleness <= version + ahead}
@@ -77,5 +83,5 @@ class StalenessWindow:
         return sorted(chosen)
 
     def find_overdue(self, version: int) -> list[int]:
-        """Return the groups that are too old for a step that trains with `version` or a later version."""
+        """Return the serial numbers of the groups that are too old for steps at weight version `version` or later."""
         return [serial for serial, begun in self._begun.items() if begun + self.staleness < version]

@@ -35,7 +35,7 @@ class Supply:
 
     Attributes:
         probe: Token sequences for the effect check of weight updates.
-        kinds: Kinds of tasks, for `EpisodeRunners`.
+        kinds: The kind of training tasks by its name `KIND`, as `EpisodeRunners` takes it.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -63,7 +63,8 @@ class Supply:
     def take(self, step: int, version: int) -> DistributedBatch:
         """Return a step's scored samples, with the columns of `with_rewards`.
 
-        With `train.staleness`, some samples were generated earlier, and generation of others continues.
+        With `train.staleness`, some of these samples were generated during earlier steps, and the generation of other
+        samples continues.
         """
         run = self._run
         with run.clock.phase("generate"):
@@ -76,11 +77,11 @@ class Supply:
             return with_rewards(collect_rows(groups), run.plan.rewards)
 
     def begin_next(self, step: int, version: int) -> None:
-        """Begin the next step while this step's update runs. The fleet holds the next step's requests until it serves
-        `version`.
+        """Begin to generate the next step's samples while this step's update runs. The fleet holds the requests until
+        it serves `version`.
 
-        Does nothing before a validation, because the rollout must answer its prompts first. Does nothing with
-        `train.staleness` either, because the feed then begins tasks by itself.
+        This method does nothing before a validation, because the rollout must answer the validation's prompts first. It
+        does nothing with `train.staleness` either, because the feed then begins tasks by itself.
         """
         run = self._run
         if run.plan.config.train.staleness or step == run.steps or run.validates(step):

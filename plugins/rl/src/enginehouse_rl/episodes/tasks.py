@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """Rows of a data set in a sampler's order, numbered without end.
+    """Hands out the rows of a data set as numbered tasks, in the order of a sampler and without end.
 
     Args:
-        sampler: Sampler at its first task.
+        sampler: Sampler that has handed out no task yet.
     """
 
     def __init__(self, sampler: Sampler):
@@ -33,11 +33,11 @@ class Tasks:
 
     @property
     def drawn(self) -> int:
-        """Number of tasks handed out in this run and in the runs that it resumes, less the tasks to be repeated."""
+        """Number of tasks handed out in this run and in the runs that it resumes, minus the tasks to be repeated."""
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
-        """Return the epochs of each source that were handed out. Repeated rows count again."""
+        """Return the number of epochs of each source that were handed out. A repeated task is not counted again."""
         return self._sampler.metrics()
 
     def next(self, count: int) -> list[Task]:
@@ -50,7 +50,8 @@ class Tasks:
         self._again.extend(serials)
 
     def state(self, under_way: Iterable[int]) -> dict[str, Any]:
-        """Return plain data to resume from. After resuming, the tasks of `under_way` are handed out again."""
+        """Return plain data from which `restore` resumes. After resuming, the tasks with the serial numbers `under_way`
+        are handed out again."""
         return {"prompts": self._sampler.state_dict(), "again": [*under_way, *self._again]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +85,7 @@ class PromptReader:
         self.too_long: dict[str, int] = {}
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts. `path` and `order_by` are like the config keys `data.train` and `data.order_by`."""
+        """Read prompts. `path` and `order_by` may be what the config keys `data.train` and `data.order_by` may be."""
         plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,

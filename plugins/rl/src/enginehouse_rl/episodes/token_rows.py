@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "weight_version", "versions")
 """Columns from which token rows are made, besides the optional `advantages`."""
 DIGITS = 4
-"""Significant digits of a written number."""
+"""Number of significant digits to which written numbers are rounded."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 8
 """Maximum number of tokens that may make up one character. Longer sequences of undecodable tokens are not text."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRACK = "episodes"
 MOST_TRACED = 24
-"""Maximum number of a step's episodes on the timeline, which shows the longest."""
+"""Maximum number of episodes that the timeline shows for a step. It shows the longest episodes."""
 
 
 Span = tuple[float, float]
@@ -121,14 +121,14 @@ class Trace:
         return self.seconds - _cover([*((turn.begun, turn.ended) for turn in self.turns), *self.reward_waits])
 
     def shift(self, seconds: float) -> Trace:
-        """Return the trace in the time of another clock that is `seconds` ahead."""
+        """Return the trace with `seconds` added to all its times, to convert it to the clock of another machine."""
         turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
         waits = tuple((begun + seconds, ended + seconds) for begun, ended in self.reward_waits)
         return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, reward_waits=waits)
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a row for each turn: its tokens, its seconds, the seconds in the environment before it, and the weight
-        version."""
+        """Return a row for each turn: its number of tokens, its duration in seconds, the seconds since the end of the
+        previous turn, and the weight version."""
         befores = (self.begun, *(turn.ended for turn in self.turns))
         return [
             {
@@ -142,8 +142,7 @@ class Trace:
 
 
 class TracedPolicy(SamplingPolicy):
-    """Implements `enginehouse.engines.environment.Policy`, and reports the requests of another policy and of its
-    branches.
+    """Implements `enginehouse.engines.environment.Policy`, and records the requests to another policy and its branches.
 
     Args:
         activity: Counts the episodes that wait for tokens.
@@ -176,7 +175,8 @@ class TracedPolicy(SamplingPolicy):
 
 
 def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
-    """Return metrics of episodes: mean turns, mean and maximum seconds, and the fraction of time in the environment.
+    """Return metrics of episodes: mean number of turns, mean and maximum duration, and fraction of time in the
+    environment.
 
     The fraction leaves out the time spent waiting for the configured reward.
     """

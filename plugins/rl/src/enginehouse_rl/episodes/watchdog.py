@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 
 BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
-"""A loop counts as blocked if it makes no progress during `BLOCKED_LOOKS` checks, `LOOK_SECONDS` apart. The watchdog
-counts checks instead of seconds: if the whole process or machine stands still, the checks are late too."""
+"""Seconds between two checks. A loop counts as blocked if it makes no progress during `BLOCKED_LOOKS` consecutive
+checks. The watchdog counts checks, not seconds, because the checks are late too if the whole process or machine stands
+still."""
 MOST_FRAMES = 8
 PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Folders of the standard library and of packages. A stack frame outside them belongs to the environment's code."""

@@ -22,7 +22,7 @@ class EpisodeJob:
     """A task to play.
 
     Attributes:
-        number: Number by which the controller knows the job.
+        number: Number that identifies the job.
         name: Prefix of the ids of the task's requests.
         seed: Seed of the task's first request.
     """
@@ -39,14 +39,14 @@ class WorkerOrders:
     """Orders for a worker.
 
     Attributes:
-        number: Position of these orders among all orders for the worker. The worker carries orders out by their
-            numbers, because they may arrive in another sequence.
-        counted_kinds: Kinds of tasks whose failures were counted. The worker warns again of the next failure of each
-            kind.
+        number: Position of this message among all orders for the worker. The worker handles messages by ascending
+            number, because they may arrive in a different sequence.
+        counted_kinds: Kinds of tasks whose failures the controller has just reported as metrics. For each of these
+            kinds, the worker warns of the next failure of each reason again.
         cancelled: Numbers of the jobs to cancel.
         answers: Answers to requests, without the tokens, which come separately.
-        places: For each answer, the index of each request within the answer, by the request's number.
-        failures: Errors of the requests that failed, by number.
+        places: For each answer, a mapping from the number of a request to the index of its result in the answer.
+        failures: Errors of the requests that failed, by the number of the request.
     """
 
     number: int = 0
@@ -60,10 +60,10 @@ class WorkerOrders:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """News for the controller.
+    """A worker's report to the controller.
 
     Attributes:
-        requests: Requests for tokens, by kind of task. Their ids begin with their numbers.
+        requests: New requests for tokens, by kind of task. The id of a request begins with the number of the request.
         forgotten: Numbers of the requests that nobody waits for any more.
         scoring: Numbers of the jobs whose episodes are generated and are being scored.
         ended: For each job that ended: its number, the rewards of its episodes, and True if the run trains on them. The
@@ -71,7 +71,7 @@ class WorkerReport:
         notes: Columns of these rows that contain Python objects. Texts are not among them.
         failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
         last_errors: Description of the latest failure, by kind of task.
-        warnings: Logged warnings with their levels, because nobody reads a worker's own log.
+        warnings: Logged warnings with their levels. The controller logs them, because nobody reads a worker's log.
         activity: Number of episodes in progress and what they wait for.
         now: Time of the report by the worker's clock, which the times in `notes` use too.
     """

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 MOST_LINES = 20
-"""Maximum number of lines in the report of a lost worker."""
+"""Maximum number of lines that follow the first line in the report of a lost worker."""
 
 
 @dataclass(slots=True)
 class _RunningEpisode:
-    """A task that a worker plays, as the controller knows it."""
+    """The controller's record of a task that a worker plays."""
 
     task: Task
     scoring: Callable[[], None]
@@ -63,17 +63,17 @@ class WorkersLost(ControllerError):
 
 
 class _NotBegun(Exception):
-    """A task waited for a worker that does not come back, so another worker may play it."""
+    """A task had not begun when its worker was lost, so another worker may play it."""
 
 
 @dataclass(slots=True, eq=False)
 class _WorkerProcess:
-    """The communication with a worker's process while the process lives.
+    """State of the communication with one process of a worker. A restarted worker gets a new process.
 
     Attributes:
-        flights_ended: Results of the worker's requests, with the requests' numbers.
-        flights: Requests of the worker that are being generated, by number.
-        activity: Latest reported activity of its episodes.
+        flights_ended: Ended requests of the worker whose results were not sent to it yet, each with its number.
+        flights: Requests of the worker that the fleet has not answered yet, by number.
+        activity: Activity of the worker's episodes, as last reported.
     """
 
     seat: _WorkerSeat
@@ -99,11 +99,11 @@ class EnvironmentWorkerPool:
     """Lets workers play tasks. All methods except `make_runner` and `shutdown` run on one event loop.
 
     Args:
-        groups: Groups of one process each, which is an `EnvironmentWorker`.
+        groups: Worker groups, each of which has a single worker, an `EnvironmentWorker`.
         kinds: Kinds of tasks by name, as the workers know them.
         on_failure: Policy for the episodes of a lost worker.
-        restarts: Maximum number of restarts of a worker without a finished task between them. After these, the worker
-            is not restarted again.
+        restarts: A worker that was restarted this many times without finishing a task in between is not restarted
+            again.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        With `retry`, tasks of a lost worker are played again with the same seeds, because another task may have caused
-        the loss.
+        Under the failure policy `retry`, tasks of a lost worker are played again with the same seeds, because another
+        task may have caused the loss.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.
@@ -309,7 +309,10 @@ class EnvironmentWorkerPool:
         return ""
 
     def _note_change(self, seat: _WorkerSeat) -> None:
-        """Called from the restart's thread: use a restarted worker, or let others play the tasks of a lost worker."""
+        """Send orders to a worker that was restarted. If a worker is not restarted, let other workers play its tasks.
+
+        Called from the thread that restarts workers.
+        """
 
         def go_on() -> None:
             if seat.state == "out":
@@ -329,7 +332,7 @@ class EnvironmentWorkerPool:
 
 
 def _fail(process: _WorkerProcess, error: Exception, unsent: Collection[int] = ()) -> None:
-    """Fail the tasks that a process plays. Tasks in `unsent` count as not begun."""
+    """Fail the tasks that a process plays. The tasks of the jobs with a number in `unsent` count as not begun."""
     for number, playing in process.plays.items():
         if not playing.outcome.done():
             playing.outcome.set_exception(_NotBegun() if number in unsent else error)

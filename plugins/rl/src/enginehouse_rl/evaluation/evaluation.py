@@ -42,7 +42,8 @@ KIND = "validation"
 
 
 def load_validations(plan: PlayPlan, reader: PromptReader, counted: Counted) -> dict[str, Validation]:
-    """Read a plan's held-out prompts by kind of task: the prompts of files, and those of each benchmark."""
+    """Read the held-out prompts of a plan. The keys of the result are kinds of tasks: one for the prompts of files, and
+    one for each benchmark."""
     validation = Validation.load(plan.config, reader.read)
     validations = {} if validation is None else {KIND: validation}
     for benchmark in plan.benchmarks:
@@ -75,11 +76,11 @@ class _RunningEvaluation:
 class Evaluator:
     """Lets a policy answer held-out prompts, and writes and shows the results.
 
-    One evaluation runs at a time, by `begin`, `wait` and `report`.
+    For each evaluation, call `begin`, `wait` and `report`. Only one evaluation may run at a time.
 
     Args:
         add_scores: Adds the scores of a reward model, if there is one.
-        most_tokens: Maximum number of tokens that are written one by one, as in `sample_rows`.
+        most_tokens: Maximum total number of tokens whose text and values are written; see `sample_rows`.
         writes_samples: True if the responses are written in addition to the metrics.
     """
 
@@ -173,7 +174,8 @@ class Evaluator:
 
     @property
     def _first(self) -> Validation:
-        """The first validation. All validations share their sampling, except for the length and end of responses."""
+        """The first validation. The validations have equal sampling parameters, except for the maximum length and the
+        stop texts of responses."""
         return next(iter(self._validations.values()))
 
     @property
@@ -234,7 +236,7 @@ class StandaloneEvaluation:
             self._run.tell("run_finished", outcome=outcome)
 
     def table(self) -> list[str]:
-        """Return the metrics as a table with a line for each part."""
+        """Return the metrics as a table with a line for each file, benchmark and value of `evaluation.by`."""
         return self._progress.history.validations.table()
 
     def _check_weights(self, fleet: RolloutFleet) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class HeldOutPrompts:
-    """Lets the weights of a step that has just ended answer the held-out prompts.
+    """Validates a run: the policy answers the held-out prompts with the weights of a step that has just ended.
 
     The rollout answers them at once, or a separate engine answers them while the next steps train.
 
@@ -33,7 +33,7 @@ class HeldOutPrompts:
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
-        """Create the evaluator from the run's runners, which have started."""
+        """Create the evaluator. The run's `EpisodeRunners` must have started."""
         if self._validations:
             run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
@@ -49,7 +49,8 @@ class HeldOutPrompts:
             )
 
     def before_first_step(self) -> None:
-        """Validate before the first step. A resumed run does so only if it was interrupted before a validation."""
+        """Validate before the first step. A resumed run does so only if the validation at its checkpoint's step is due,
+        and was not done before the interruption."""
         run, step = self._run, self._run.trained_step
         missed = step > run.run_directory.validated_step
         if self.evaluator is not None and (not step or (missed and run.validates(step))):
@@ -57,7 +58,7 @@ class HeldOutPrompts:
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        """Validate if it is due, and report a validation that ended during the steps."""
+        """Report an earlier validation if it has ended. Then validate if a validation is due at this step."""
         due, evaluator = self._run.validates(step), self.evaluator
         if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
             if not evaluator.is_ended:
@@ -72,7 +73,7 @@ class HeldOutPrompts:
     def validate(self, step: int) -> None:
         """Begin to answer the prompts with the weights of a step that has just ended.
 
-        Wait for the responses, unless a separate engine generates them; then `finish` waits.
+        If the rollout generates the responses, wait for them. If a separate engine generates them, `finish` waits.
         """
         if (evaluator := self.evaluator) is None:
             return

@@ -1,4 +1,4 @@
-"""Measures the responses to held-out prompts, which are greedy unless the config says otherwise.
+"""Measures the responses to held-out prompts. Responses are greedy unless `evaluation.sampling` sets a temperature.
 
 `enginehouse_rl/metrics.md` describes each metric.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 50
-"""Maximum number of values in the column `evaluation.by`, because each value has its own metrics."""
+"""Maximum number of distinct values in the column `evaluation.by`, because each value gets separate metrics."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Validation:
         prompts: Prompts of all files, one file after another, with the columns of `PromptDataset.rows`.
         how: Short description of `sampling`.
         files: Name, path and number of prompts of each file.
-        pass_threshold: Lowest reward of a response that passes.
-        values: Each prompt's value in the column by which metrics are grouped. None: they are not grouped.
+        pass_threshold: Lowest reward with which a response passes.
+        values: Each prompt's value in the column by which metrics are grouped. None: metrics are not grouped.
         is_benchmark: True if the prompts belong to a benchmark.
     """
 
@@ -127,7 +127,7 @@ class Validation:
 
         Args:
             samples: `sampling.n` adjacent episodes for each prompt, as `build_batch` returns them.
-            answered: Numbers of their prompts in ascending order.
+            answered: Indices of these prompts in `prompts`, in ascending order.
         """
         samples_each, samples = self.sampling.n, EpisodeRows(samples["episode"]).join(samples)
         rewards = samples["reward"].double().view(-1, samples_each)
@@ -196,7 +196,12 @@ class Validation:
         return [path for _, path, count in self.files for _ in range(count)]
 
     def _measure_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
-        """Return metrics of rewards, float64 `(prompts, samples)`, and of answers, texts of the same shape, or None."""
+        """Return metrics of rewards and answers.
+
+        Args:
+            rewards: float64 `(prompts, samples)`.
+            answers: Texts of the same shape. None: the reward found no answer in any response.
+        """
         prompts, samples = rewards.shape
         means = rewards.mean(1)
         metrics = {"reward": means.mean().item()}
@@ -218,8 +223,8 @@ class Validation:
 
 
 def estimate_pass_at(k: int, samples: int, passed: int) -> float:
-    """Return an unbiased estimate of the chance that one of `k` responses passes, if `passed` of `samples` responses
-    did.
+    """Return an unbiased estimate of the chance that at least one of `k` responses passes, if `passed` of `samples`
+    responses passed.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
@@ -248,7 +253,7 @@ def _describe_sampling(sampling: SamplingParams) -> str:
 
 
 def _read_values(batch: Batch, column: str, path: str) -> Sequence[str]:
-    """Return each row's value in a column, in the form that metrics use."""
+    """Return each row's value in a column, as the string that stands in the names of metrics."""
     values = []
     for number, columns in zip(batch["row"].tolist(), batch["columns"], strict=True):
         value = columns.get(column)

@@ -321,7 +321,7 @@ def _name_lost(header: _Header, model: Any, missing: Any) -> str:
 
 
 def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
-    """Return the Llama 3 RoPE parameters that give these divisors of frequencies; empty if they give others."""
+    """Return the Llama 3 RoPE parameters that give these divisors of frequencies; empty if no such parameters do."""
     rope = getattr(config, "rope_parameters", None) or {}
     if not divisors or len(divisors) * 2 != getattr(config, "head_dim", None):
         return {}
@@ -336,7 +336,7 @@ def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
 
 
 def _is_beyond(name: str, config: Any) -> bool:
-    """True if a tensor belongs to a block after a model's layers, which only predicts further tokens."""
+    """True if a tensor belongs to an extra block that follows a model's layers and only predicts further tokens."""
     block = re.match(r"blk\.(\d+)\.", name)
     return block is not None and int(block[1]) >= config.get_text_config().num_hidden_layers
 
@@ -344,8 +344,8 @@ def _is_beyond(name: str, config: Any) -> bool:
 def _read_tokenizer(folder: str, tokens: int) -> Any:
     """Return the tokenizer of the file in a folder, with exactly the file's tokens.
 
-    transformers adds the tokens that its tokenizer class expects, and would save the rules of that class with the
-    tokenizer.
+    The tokenizer that transformers returns also has the tokens that its tokenizer class expects, and it would be saved
+    with the rules of that class. Therefore this function builds a tokenizer of a general class.
 
     Args:
         tokens: the number of tokens in the file.

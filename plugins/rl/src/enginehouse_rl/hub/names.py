@@ -34,7 +34,7 @@ class HubName(NamedTuple):
     Attributes:
         repository: `org/name`.
         config: the configuration of a data set, if the name has one.
-        split: its split, if the name has one.
+        split: the split of a data set, if the name has one.
         file: the GGUF file with a model's weights, if the name has one.
     """
 
@@ -49,8 +49,8 @@ class HubName(NamedTuple):
     def parse(cls, text: str, kind: Kind) -> HubName | None:
         """Return the hub name that stands in a config instead of a path; None if the text is a path.
 
-        If the text before the slash is a local directory, it is no owner on the hub, unless the text has a revision, a
-        split or a file.
+        If the part before the slash is a local directory, the text is a path, unless it has a revision, a split or a
+        file.
         """
         match = (_MODEL if kind == "model" else _DATASET).fullmatch(text)
         if match is None or os.path.lexists(text):

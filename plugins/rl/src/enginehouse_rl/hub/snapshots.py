@@ -28,7 +28,7 @@ _OTHER_WEIGHTS = (GGUF, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 SHOWN = 12
 """Number of digits of a commit in messages."""
 FIRST_SECONDS, LOG_SECONDS = 5.0, 30.0
-"""Without a terminal: time until the first line about a download, and time between later lines."""
+"""Without a terminal: seconds until the first log line about a download, and seconds between later lines."""
 
 Say = Callable[[str], None]
 
@@ -82,7 +82,8 @@ def fetch(
 
 
 def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
-    """Fetch the description and the weights of a model. Takes the arguments of `fetch` and raises its errors."""
+    """Fetch the weights of a model, and the files that engines and tokenizers read. Takes the arguments of `fetch` and
+    raises its errors."""
     description = fetch(name, key, MODEL_FILES, OTHER_MODEL_FILES, say)
     pinned = name._replace(revision=description.commit)
     try:

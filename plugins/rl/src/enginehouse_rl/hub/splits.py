@@ -83,7 +83,7 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
     """Return the configuration of a name, and the files of its splits.
 
     Raises:
-        DataError: the configuration does not exist, or `datasets` finds none.
+        DataError: the configuration does not exist, or `datasets` finds no data files.
     """
     import datasets
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

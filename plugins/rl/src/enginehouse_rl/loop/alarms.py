@@ -2,7 +2,7 @@
 
 An alarm compares the metrics of the first and the last steps (`History`) and returns a description of the problem, or
 an empty text. Metrics are noisy. Therefore a change counts only if it separates a quartile of the last steps from the
-first steps, and a constant state counts only after `WINDOW` steps. Alarms do not end a run, because most problems may
+first steps, and a state counts only if it lasts for `WINDOW` steps. Alarms do not end a run, because most problems may
 pass. The run ends only after several steps without a finite gradient.
 """
 
@@ -25,28 +25,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""The run ends after this many consecutive steps of which no gradient was finite, so that all optimizer steps were
+"""The run ends after this many consecutive steps in which no gradient was finite, so that all optimizer steps were
 skipped."""
 LEAST_STEPS = WINDOW // 2
-"""Minimum number of first steps, and of last steps, for measuring a change."""
+"""Minimum number of first steps, and of last steps, that must have a metric so that a change is measured."""
 COLLAPSE_FACTOR = 10.0
 """Factor by which the entropy must have fallen since the first steps to count as collapsed. A policy that finds the
-best responses also becomes certain of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have
-equal rewards; the mean reward is below the best reward by more than `MISSED` of the range of rewards; and the mean
-reward has not risen during the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces
-`MISSED`, and `KEPT` steps are needed."""
+best responses also becomes certain of them, so three more conditions must hold: at least the fraction `ALL_EQUAL` of
+the groups have equal rewards; the mean reward is below the best reward by more than the fraction `MISSED` of the range
+of rewards; and the mean reward has not risen during the last `KEPT` steps. If each prompt has a single sample, the
+first condition says nothing. Then `LOST` replaces `MISSED`, and there must be `KEPT` steps."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""KL, in nats per token, from which the policy counts as running away, unless twice the entropy of the first steps is
-more. A policy that has come to always give its most likely response has about this KL."""
+"""KL, in nats per token, from which the policy counts as running away. If twice the entropy of the first steps is more,
+that number applies instead, because a policy that has come to always give its most likely response has a KL of about
+that size."""
 GROWTH_FACTOR = 3.0
 """Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
-"""Fraction of responses cut off at max_tokens that counts as all."""
+"""An alarm is raised if at least this fraction of the responses is cut off at max_tokens."""
 CUT_MANY = 0.5
-"""Fraction of responses cut off at max_tokens that counts if these get a higher reward than responses that ended."""
+"""The same alarm is raised if at least this fraction of the responses is cut off, and these responses get a higher
+reward than responses that ended."""
 SLOW_FACTOR = 2.0
-"""Factor by which a slow replica takes longer than the others."""
+"""A replica counts as slow if it takes at least this many times as long as the others."""
 NO_ROLES = ("reward", "environment", "controller")
 """Causes of waiting during which no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
@@ -54,7 +56,7 @@ UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
 
 
 class StepsSkipped(EnginehouseError):
-    """No gradient of several consecutive steps was finite, so nothing is learned. The weights are unchanged."""
+    """In several consecutive steps no gradient was finite, so nothing is learned. These steps changed no weights."""
 
 
 class Alarm(NamedTuple):
@@ -89,7 +91,7 @@ class Alarms:
         """Check the run after a step.
 
         Raises:
-            StepsSkipped: No gradient of this step and of the steps before it was finite.
+            StepsSkipped: In the last `MOST_SKIPPED` steps no gradient was finite.
         """
         history, raised = self._progress.history, set[str]()
         for role in ("actor", *self._inputs.other_roles):
@@ -127,8 +129,8 @@ def measure_change(
     values.
 
     Args:
-        of_first: Reduces the first steps to one number. Use the minimum or maximum for a metric that may change within
-            them, and a quartile if noise matters.
+        of_first: Reduces the values in the first steps to one number. Use the minimum or maximum if the metric may
+            change within these steps, and a quartile if noise matters.
     """
     steps = min(WINDOW, history.step // 2)
     first, last = _list_finite(history.first[:steps], name), _list_finite(history.recent(steps), name)
@@ -446,4 +448,4 @@ ALARMS = (
         "samples are generated meanwhile. `enginehouse bottleneck` lists all parts",
     ),
 )
-"""All alarms. A cause comes before its effects."""
+"""All alarms. Each alarm comes after the alarms that explain it (`Alarm.after`)."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.1
-"""Maximum seconds that the loop waits when it begins to read a checkpoint, which is enough to read a small one."""
+"""Maximum number of seconds that the loop waits for the digests of a checkpoint right after their reading has begun. A
+small checkpoint is read in this time."""
 
 
 @contextmanager
@@ -186,7 +187,10 @@ class CheckpointWriter:
         return self._digests
 
     def write_last(self, state: LoopState, seconds: float | None = None) -> None:
-        """Write a checkpoint of `state` in at most `seconds`, unless it exists, because the run is about to end.
+        """Write a checkpoint of `state`, unless it exists, before the run ends.
+
+        Args:
+            seconds: Time limit. None: each call has its usual limit.
 
         Raises:
             SaveError: The checkpoint could not be written in that time.
@@ -239,8 +243,8 @@ def _start_reading(staged: Path) -> Future[Files]:
 
 
 def _await_digests(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
-    """Return the digests; empty if reading takes more than half of the remaining time. The other half is for the next
-    file to save."""
+    """Return the digests; empty if reading takes more than half of the remaining time. The other half is reserved for
+    what is saved next."""
     if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
         return digests.result()
     log.warning(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
-"""Largest permitted difference of two scores by dtype, as a fraction of the score, or of 1 if the score is smaller. A
-head that starts at zero gives scores near 0 at first, whichever token it reads."""
+"""Largest permitted difference of two scores, by dtype. It is a fraction of the score, or of 1 if the score is below 1,
+because the scores of a head that starts at zero are near 0 at first."""
 
 
 class ExportDiffers(SaveError):

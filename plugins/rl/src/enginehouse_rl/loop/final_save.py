@@ -36,8 +36,8 @@ class FinalSave:
     def save(self, error: BaseException) -> None:
         """Save as much as possible in the time that is left.
 
-        The time is limited, because a scheduler kills the program in the end. Ray also kills it once its cluster is
-        lost.
+        The time is limited, because a scheduler kills an interrupted program after its grace period. Ray also kills the
+        program once its cluster is lost.
         """
         save = self._save_state if keeps_state(error) else self._finish_pending
         seconds = seconds_to_end(self._grace) if isinstance(error, KeyboardInterrupt) else None
@@ -60,7 +60,7 @@ class FinalSave:
             raise
 
     def _finish_beside(self, until: float | None) -> None:
-        """Call `finish_beside` with the remaining time. A failed run gets as much as an interrupted run."""
+        """Call `finish_beside` with the remaining time. A failed run gets as much time as an interrupted run."""
         if (state := self._run.loop_state) is None:  # no update has begun
             return
         remaining = seconds_left(until)

@@ -104,7 +104,7 @@ class Loop(ABC):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        """Start the workers as `roles`, and stop them when the context ends."""
+        """Start the workers, set `roles`, and stop the workers when the context ends."""
         with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
             yield
 
@@ -123,8 +123,9 @@ class Loop(ABC):
         """Called after a step's metrics are written."""
 
     def finish_beside(self, before: int | None = None, seconds: float | None = None) -> None:  # noqa: B027 - likewise
-        """Finish work beside the steps before a later state is saved, because a run that resumes from that state could
-        not repeat the work.
+        """Finish work that runs beside the steps, such as a validation.
+
+        Called before a later state is saved, because a run that resumes from this state could not repeat the work.
 
         Args:
             before: Finish only work of steps before this one.
@@ -177,12 +178,12 @@ class Loop(ABC):
     def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[RunningUpdates]:
         """Begin to train roles on a step's batch.
 
-        The context sets the step's other metrics on the yielded updates, and may do other work while the roles train.
-        An interrupt waits for the context. Each step must train through exactly one call of this method, because
-        checkpoints learn from it which step the loop has reached.
+        The code in the context must set the step's other metrics on the yielded updates, and may do other work while
+        the roles train. An interrupt takes effect when the context ends. Each step must train through exactly one call
+        of this method, because checkpoints learn from it which step the loop has reached.
 
         Args:
-            step: The step. From now on the roles have its state.
+            step: Number of the step. From this call on, the state of the roles counts as the state of this step.
             updates: Update of each trained role; at least one.
         """
         state = LoopState(step, self.state())

@@ -61,7 +61,7 @@ class RunningUpdates:
         return {**(self.metrics or {}), **figures}
 
     def await_metrics(self, until: float | None) -> dict[str, float]:
-        """Return the metrics of the updates once all have ended, waiting at most until `time.monotonic()` is `until`.
+        """Wait until all updates have ended, at most until `time.monotonic()` is `until`, and return their metrics.
 
         Metrics of roles besides the actor contain the role's name: `critic/loss`, `busy/update/critic`.
         """

@@ -50,7 +50,7 @@ class Trainer(Loop):
             yield
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """Run one step: sample, score, credit, update, publish."""
+        """Run one step: sample, score, compute advantages, update, publish the weights."""
         with self.roles.sync.trainer_idle():
             samples = batch = self.supply.take(step, self.weights.version)
         self.roles.turns.train()

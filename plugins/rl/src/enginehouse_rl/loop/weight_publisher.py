@@ -31,7 +31,7 @@ class WeightPublisher:
 
     @property
     def _pause(self) -> PauseMode:
-        """Treatment of running requests; `"keep"` if there may be any, and the engine offers it."""
+        """Treatment of running requests: `"keep"` if there may be any and the engine can keep them, else `"wait"`."""
         backend = self._run.roles.plans["rollout"].backend
         keeps = PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
         return "keep" if self._overlaps and keeps else "wait"
@@ -56,8 +56,11 @@ class WeightPublisher:
             self._run.roles.sync.begin(self.version + 1)
 
     def publish(self, training: RunningUpdates | None = None) -> dict[str, float]:
-        """Let the rollout serve the actor's weights as the next version, after a training or before the first one;
-        return metrics."""
+        """Let the rollout serve the actor's weights as the next version, and return metrics.
+
+        Args:
+            training: The updates that have just ended. None: before the first step.
+        """
         if training is not None:
             self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles

@@ -1,10 +1,10 @@
 """Aggregations of per-token losses into one number. Each gives a sum, and the weight by which the sum is divided.
 
-| name | mean over | source |
+| name | result | source |
 |---|---|---|
-| `token_mean` | all counted tokens | DAPO (Yu et al. 2025), eq. 12 |
-| `sequence_mean_token_mean` | sequences, of each sequence's mean over its tokens | GRPO (Shao et al. 2024), eq. 3 |
-| `sequence_mean_token_sum` | sequences, of each sequence's sum | REINFORCE |
+| `token_mean` | mean over all counted tokens | DAPO (Yu et al. 2025), eq. 12 |
+| `sequence_mean_token_mean` | mean over sequences of each sequence's token mean | GRPO (Shao et al. 2024), eq. 3 |
+| `sequence_mean_token_sum` | mean over sequences of each sequence's token sum | REINFORCE |
 | `sequence_mean_token_sum_scaled` | as above, each sum divided by a fixed `max_tokens` | Dr. GRPO (Liu et al. 2025) |
 """
 

@@ -1,7 +1,7 @@
-"""CISPO: a policy gradient whose ratio is a clipped weight, so that no token loses its gradient.
+"""CISPO weights the policy gradient of each token by its clipped ratio, so that no token loses its gradient.
 
-Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. The paper has no lower bound, and
-neither has the default here.
+Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. As in the paper, the default has no
+lower bound.
 """
 
 from __future__ import annotations

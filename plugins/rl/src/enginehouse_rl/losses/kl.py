@@ -7,15 +7,15 @@ sampled from the policy:
 |----------------------|------------------------------|--------------------------------|----------------------|
 | k1 = -log r          | unbiased, may be negative    | zero: it regularises nothing   | reverse              |
 | k2 = (log r)^2 / 2   | biased, low variance         | reverse: KL(policy, reference) | about zero           |
-| k3 = (r - 1) - log r | unbiased, low variance       | forward: KL(reference, policy) | reverse less forward |
+| k3 = (r - 1) - log r | unbiased, low variance       | forward: KL(reference, policy) | reverse - forward    |
 | k3_unbiased          | k3 times the policy's ratio  | reverse                        |                      |
 
-As a loss, an estimate is differentiated with the tokens held fixed. The gradient then lacks one part: an update also
-makes other tokens more likely. For k1, this part is the whole gradient. In the reward, an estimate is a number, so the
-policy gradient contains only the part that the loss lacks. For k3 in the reward, reverse and forward divergence cancel
-near the reference; far from the reference, k3 drives the policy away from it. Therefore `plan` requires `k1` in the
-reward and another estimator in the loss (Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for
-RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
+As a loss, an estimate is differentiated with the sampled tokens held fixed. The gradient then lacks one part: the
+effect of an update on how likely each token is to be sampled. For k1, this part is the whole gradient. In the reward,
+an estimate is a number without a gradient, so the policy gradient contains only the part that the loss lacks. For k3 in
+the reward, reverse and forward divergence cancel near the reference; far from the reference, k3 drives the policy away
+from it. Therefore `plan` requires `k1` in the reward and another estimator in the loss (Tang & Munos 2025, "On a few
+pitfalls in KL divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
 
 `k3_unbiased` is from DeepSeek-V3.2 (2025), section 3.1. Its ratio has a gradient too, so the product has the gradient
 of the reverse divergence, even for tokens of an older policy. `enginehouse_rl.losses.policy` multiplies by the ratio.
@@ -91,7 +91,7 @@ def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float |
     Args:
         kl: The KL term of the config.
         earlier: `algorithm.kl` of the run that is resumed; empty if unknown.
-        saved: The coefficient in its checkpoint, if it has one.
+        saved: The coefficient in the checkpoint of that run, if the checkpoint has one.
     """
     adapting = kl.target is not None and earlier.get("target") is not None
     if saved is None or not adapting or earlier.get("coefficient") != kl.coefficient:
@@ -102,15 +102,16 @@ def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float |
 def with_kl_in_reward(
     batch: DistributedBatch, coefficient: float, estimator: KLEstimator, into: str = "reward"
 ) -> tuple[DistributedBatch, float]:
-    """Subtract `coefficient` times the divergence of each row's tokens from its reward.
+    """Subtract the KL term from the rewards: `coefficient` times the divergence at each token of `loss_mask`.
 
     Args:
         batch: Columns `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` if the actor recomputed them,
             otherwise `rollout_logprobs`.
         coefficient: Factor of the divergence.
         estimator: An estimator of `token_kl`.
-        into: The column to subtract from: `"reward"`, or `"token_rewards"` (ragged float32), which is created if it is
-            missing. `KL_PENALTY` adds that column instead, and leaves the rewards unchanged.
+        into: The column to subtract from: `"reward"`, which gets the sum over the tokens of a row, or `"token_rewards"`
+            (ragged float32), which is created if it is missing. With `KL_PENALTY`, the sum is stored in this column,
+            and the rewards stay unchanged.
 
     Returns:
         The batch, and the mean divergence over the tokens of `loss_mask`.

@@ -42,15 +42,15 @@ class PolicyTokens:
         self.old_logprobs, self.advantages = self.column("old_logprobs"), self.column("advantages")
 
     def output(self, name: str) -> torch.Tensor:
-        """Return the tokens' values of a model output, `view.outputs`."""
+        """Return the values of the model output `name` (`view.outputs`) at the counted tokens."""
         return self._view.outputs[name][self._counted]
 
     def column(self, name: str) -> torch.Tensor:
-        """Return the tokens' values of a column that has one value for each token."""
+        """Return the values at the counted tokens of a column that has one value for each token."""
         return self._view.columns[name][self._counted]
 
     def row_column(self, name: str) -> torch.Tensor:
-        """Return the values of a column `(rows,)` for each token's row."""
+        """Return, for each counted token, the value of its row in a column `(rows,)`."""
         return self._view.columns[name][self.row]
 
     @property
@@ -112,15 +112,16 @@ def finish_loss(
 ) -> LossValue:
     """Weigh the tokens' losses, add the terms that do not depend on the advantages, and aggregate them.
 
-    Metrics are `figures`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`, `importance_weight`
-    and `importance_capped`, the fraction of the tokens whose weight was above the cap.
+    The metrics are `figures`, `ratio`, and `policy_kl`, which is the estimate k3 of KL(old policy || current policy).
+    Arguments that are set add `kl`, `entropy`, `importance_weight`, and `importance_capped`, the fraction of the tokens
+    whose weight was above the cap.
 
     Args:
         importance_cap: multiply each token's loss and KL term, but not the entropy bonus, by a weight of at most this
             number: the token's probability under the actor, divided by its probability under the rollout. See
             `enginehouse_rl.losses.importance`. Needs `algorithm.old_logprobs=actor`, because all weights are 1 with
             the rollout's logprobs.
-        importance_level: the ratio of each `token`, or of its whole `sequence`.
+        importance_level: compute a weight for each `token`, or one weight for all tokens of a `sequence`.
         importance_mode: a weight above the cap is cut to the cap (`truncate`), or is 0 (`mask`).
         aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
         max_tokens: divisor of `sequence_mean_token_sum_scaled`; if unset, a run uses `rollout.sampling.max_tokens`.

@@ -1,7 +1,7 @@
 """The most general policy loss: minus the sum of weight times logprob over the counted tokens.
 
-The gradient of any loss of the policy's logprobs is a weight for each logprob. With weights that the controller
-computes, an engine that supports only this loss can train with any algorithm.
+The gradient of any policy loss with respect to the logprobs is one number for each logprob. If the controller computes
+these numbers and sends them as weights, an engine that supports only this loss can train with any algorithm.
 """
 
 from __future__ import annotations

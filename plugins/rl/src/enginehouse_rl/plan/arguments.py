@@ -30,8 +30,8 @@ def check_values(
     unchanged, except that the value of an `Enum` becomes its member.
 
     Args:
-        function: the function to call. A parameter accepts anything if it has no annotation, or one that cannot be
-            evaluated. Every parameter accepts its own default.
+        function: the function to call. A parameter accepts any value if it has no annotation, or an annotation that
+            cannot be evaluated. Every parameter accepts its default.
 
     Returns:
         The arguments to call the function with, and a message for each wrong argument.
@@ -88,7 +88,7 @@ def check_call(
         values: the arguments as they stand in the config, which may use the names of another project (verl, TRL).
 
     Raises:
-        ConfigError: the function does not take an argument, or needs one that it does not get.
+        ConfigError: the function does not take one of the arguments, or requires an argument that is not among them.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

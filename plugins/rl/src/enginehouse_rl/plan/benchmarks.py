@@ -1,4 +1,4 @@
-"""The settings of a benchmark. With them a run reads the items again, and generates the responses to them."""
+"""The settings of a benchmark, with which a run reads the items once more and generates responses to them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def visible_gpus() -> int:
 
 
 def find_gpu() -> Gpu | None:
-    """Return the smallest GPU that `nvidia-smi` lists on this machine, or the assumed GPU; None if unknown."""
+    """Return the GPU with the least memory that `nvidia-smi` lists on this machine, or the assumed GPU; None if
+    unknown."""
     if (assumed := _assumed.get()) is not None:
         return assumed.gpu
     if shutil.which("nvidia-smi") is None:

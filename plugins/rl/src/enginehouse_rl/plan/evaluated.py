@@ -68,7 +68,8 @@ class EvaluatedModel:
 
 
 def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
-    """Return the directory of an evaluation: `configured` if the overrides set it, else a new directory beside it."""
+    """Return the directory of an evaluation: `configured` if the overrides set `run.directory`, else a new directory
+    beside `configured`."""
     if is_overridden("run.directory", overrides):
         return configured
     first = Path(configured).parent / f"eval-{name}"

@@ -40,7 +40,8 @@ class FunctionCall:
     """A function or a class that a config names, with its arguments.
 
     Attributes:
-        arguments: the arguments by name. Where the config has the value of an `Enum`, this is the member.
+        arguments: the arguments by name. If the config has the value of a member of an `Enum`, the argument is the
+            member.
     """
 
     reference: str

@@ -23,7 +23,7 @@ def find_layout(
     config: AnyConfig, make_plan: Callable[[Sequence[str]], RunPlan], gpus: int
 ) -> tuple[tuple[str, ...], RunPlan] | None:
     """Return the overrides with which the run can start at the least loss of speed, and the plan with these overrides.
-    Return None if the run can start with no overrides that are tried.
+    Return None if the run cannot start with any of the overrides that are tried.
 
     Args:
         make_plan: makes the plan with further overrides, and raises `UserError` if the run cannot start.

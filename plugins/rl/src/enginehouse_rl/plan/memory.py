@@ -1,7 +1,7 @@
 """Adds up the memory that a run needs on each device, from the estimates of its engines.
 
-A *place* is one device, or a group of devices, with all the roles that use it. There each role holds some memory all
-the time, and more while it computes; one role computes at a time. Where roles take turns
+A *place* is one device, or a group of devices, with all the roles that use it. On a device, each role holds some memory
+all the time, and more memory while it computes. Only one role computes at a time. If roles take turns
 (`enginehouse.roles.device_turns`), a waiting role sleeps, and holds only the memory that a sleeping engine cannot
 release. During a weight update every role holds its weights.
 """
@@ -142,7 +142,12 @@ class Needs:
         return f"at most {max(place.size for place in places) / GIB:.1f}{limit} GiB of each GPU"
 
     def check(self, findings: Findings, exact: bool) -> None:
-        """Reject a run that does not fit into the devices; only add a note if the models' shapes are not `exact`."""
+        """Reject a run that does not fit into the devices.
+
+        Args:
+            exact: true if the shapes of the models are known exactly. If they are not, add a note instead of rejecting
+                the run.
+        """
         gpu, places = self.gpu, self.places()
         if self.device == "cpu":
             needed, host_bytes = sum(place.devices * place.size for place in places), _read_host_bytes()
@@ -208,8 +213,8 @@ class Needs:
     def _count_host_bytes(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
         """Return the bytes of host memory that are needed for each device.
 
-        An engine may keep some of its memory on the host. Where roles take turns, a waiting training role also moves
-        what it holds to the host. It moves no gradients, because they are zero then.
+        An engine may keep some of its memory on the host. If roles take turns, a waiting training role also moves the
+        memory that it holds to the host. It does not move gradients, because these are zero while it waits.
         """
         turns = any(self.roles[name].devices_of for name in place.roles)
         training = [name for name in place.roles if self.roles[name].kind == "train"]

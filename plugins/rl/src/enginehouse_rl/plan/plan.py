@@ -200,7 +200,7 @@ class Plan(PlayPlan):
 
     @property
     def effect_tolerance(self) -> float:
-        """`weights.effect_tolerance`, in nats."""
+        """Tolerance of effect checks in nats: `weights.effect_tolerance` or, if unset, the default for the dtype."""
         tolerance = self.config.weights.effect_tolerance
         return TOLERANCES[self.roles["actor"].model.dtype] if tolerance is None else tolerance
 
@@ -268,7 +268,7 @@ def plan(
         config_path: the file of the config, for messages and imports.
         resume: resume the run in `run.directory` from its newest complete checkpoint, and ignore `run.overwrite`.
         overrides: the overrides of the command line. `run.overwrite` deletes an unfinished run with checkpoints only if
-            it is set there.
+            one of these overrides sets it.
         starts: true if the run is to start. If false, an earlier run in `run.directory` becomes the plan's `obstacle`.
 
     Raises:
@@ -303,8 +303,8 @@ def plan_eval(
         config: the config of a reinforcement-learning run. Only the parts that an evaluation needs are checked.
         plugins: as for `plan`.
         config_path: as for `plan`.
-        overrides: the overrides of the command line. `run.directory` names the evaluation's directory only if set
-            there.
+        overrides: the overrides of the command line. `run.directory` names the evaluation's directory only if one of
+            these overrides sets it.
         model: the directory of a model or of a run; None: `model.path`.
     """
     named_by = "--model" if model else "model.path"

@@ -30,7 +30,7 @@ FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_s
          "rollout.samples_per_prompt")  # fmt: skip
 """Keys that a resumed run may not change, because the order of the data or the state of the model depends on them."""
 FREE = ("data.validation", "model.trust_remote_code")
-"""Keys under `FIXED` that may change."""
+"""Keys that may change, although they are in a section of `FIXED`."""
 UNSAID = ("run", "cluster", "plugins")
 """Sections whose changes are not reported."""
 
@@ -40,7 +40,7 @@ def find_command(config: AnyConfig) -> str:
 
 
 def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
-    """Return the checkpoint from which a run resumes, after checking that it can resume; None after a problem."""
+    """Check that a run can resume, and return the checkpoint from which it resumes; None if a problem was found."""
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():

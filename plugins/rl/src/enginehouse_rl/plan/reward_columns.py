@@ -55,7 +55,8 @@ def check_reward_columns(
         gets: the names of the arguments that the run passes to every reward.
 
     Raises:
-        ConfigError: the reward lacks a column or does not take one, or a column has the name of an argument.
+        ConfigError: the reward requires an argument that it does not get, or does not take one of `arguments`; or a
+            column has the name of one of its other arguments.
     """
     accepted = None if function is None else keywords(function)
     for rows in columns:
@@ -90,7 +91,7 @@ def run_own_check(
     """Call the `check` of a reward or an environment, if it has one, with its arguments and the columns of each row.
 
     Raises:
-        ConfigError: the problem that `check` raises, after `key`.
+        ConfigError: the error that `check` raised, with `key` before its message.
     """
     if any(isinstance(value, str) and "${" in value for value in arguments.values()):
         return  # the reward's process reads the variable
@@ -112,7 +113,7 @@ def run_tokenizer_check(
     """Call the `check_tokenizer` of an environment, if it has one, with the model's tokenizer.
 
     Raises:
-        UserError: the problem that `check_tokenizer` raises, after `key`.
+        UserError: the error that `check_tokenizer` raised, with `key` before its message.
     """
     check = getattr_static(function, "check_tokenizer", None)
     if not isinstance(check, staticmethod):

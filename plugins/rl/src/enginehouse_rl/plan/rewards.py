@@ -25,7 +25,8 @@ class RewardPlan:
     Attributes:
         name: the name under which its scores are logged; empty for the only reward of a run.
         function: `"module:function"`.
-        arguments: the arguments of the function. Where the config has the value of an `Enum`, this is the member.
+        arguments: the arguments of the function. If the config has the value of a member of an `Enum`, the argument is
+            the member.
     """
 
     name: str

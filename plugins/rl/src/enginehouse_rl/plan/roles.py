@@ -15,7 +15,7 @@ def list_model_paths(config: AnyConfig) -> list[str]:
 
 
 def list_auxiliaries(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
-    """Return the sections of the models beside the actor's, by the names of their roles."""
+    """Return the sections of the models of all roles except the actor, by the names of the roles."""
     names = ("critic", "reference", "reward_model")
     stage_models = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
     return {name: getattr(config, name) for name in names if hasattr(config, name)} | stage_models

@@ -30,7 +30,7 @@ _SHOWN = 24
 
 
 class Tokenizer:
-    """The model's tokenizer. It is loaded at its first use, because that imports torch.
+    """The model's tokenizer. It is loaded when it is first used, because loading imports torch.
 
     Attributes:
         shows: true if the first row of each file and the lengths of rows are always shown.
@@ -98,7 +98,7 @@ class TokenRow:
 
 
 Render = Callable[[Renderer, Sequence[int], Where, RowProblems], Sequence[Sequence[TokenRow]]]
-"""Renders rows as one or more `TokenRow`s each. It gets the names of the rows, and collects problems."""
+"""Function that renders each row as one or more `TokenRow`s. Its last two arguments name rows, and collect problems."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +127,19 @@ class RowMeter:
         return bool(renders) or self.tokenizer.has_more
 
     def measure(self, unsure: list[int], size: Callable[[int], float], render: Render) -> dict[int, int] | None:
-        """Return the lengths of rows in tokens, by their ascending row numbers.
+        """Return the lengths of rows in tokens by the index of the row, in ascending order of the indices.
 
-        It measures a sample of all rows, if anything is to be shown, and as many of `unsure` as there is time for. It
-        begins with the largest of these, which are the most likely to be too long.
+        If lengths are to be shown, a sample of all rows is measured first. Then as many rows of `unsure` are measured
+        as there is time for, beginning with the largest, which are the most likely to be too long.
 
         Args:
-            unsure: the rows that may be too long.
+            unsure: the indices of the rows that may be too long.
             size: estimates the size of a row; infinite for a row of an unexpected type.
             render: turns rows into tokens.
 
         Returns:
-            The length of the longest `TokenRow` of each row. None if there is nothing to measure, or without a
-            tokenizer.
+            The length of the longest `TokenRow` of each row. None if there is nothing to measure, or if the tokenizer
+            cannot be loaded.
 
         Raises:
             DataError: a row cannot be rendered, or has a token without an embedding.

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import Config, DataConfig, PreferenceConfig, SFTConfig, SFTDataConfig
 
 READ_SECONDS = 5.0
-"""Approximate time for which `plan` reads the files of a config, at some hundred megabytes per second."""
+"""Approximate number of seconds for which `plan` reads the files of a config. It reads some hundred megabytes per
+second."""
 REPEATED = 0.1
-"""The smallest fraction of repeated prompts in a file that is noted."""
+"""A note reports repeated prompts if they are at least this fraction of a file's prompts."""
 SHARED = 0.01
-"""The smallest fraction of validation prompts among the training prompts that is noted."""
+"""A note reports validation prompts that are also training prompts if they are at least this fraction of the validation
+prompts."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
 
     Args:
         limit: the maximum number of tokens of a prompt.
-        tokenizer: the model's tokenizer; None after a problem.
+        tokenizer: the model's tokenizer; None if it has a problem.
     """
     data = config.data
     files = [name_files(data.train), *validation_files(config)]
@@ -231,14 +233,14 @@ def name_files(files: str | Iterable[str]) -> tuple[str, list[str]]:
 
 
 def validation_files(config: Config) -> list[tuple[str, list[str]]]:
-    """Return `name_files` of each file of held-out prompts."""
+    """Return the result of `name_files` for each file of held-out prompts."""
     return [name_files(path) for path in config.data.validation_files().values()]
 
 
 def _open_prompts(
     findings: Findings, config: Config, paths: Sequence[str], until: float, order_by: str | None = None
 ) -> Table | None:
-    """Open files of prompts; None after a problem."""
+    """Open files of prompts. Return None if they have a problem, which goes to the findings."""
     data, name, names = config.data, name_files(paths)[0], ColumnNames(config.data.columns)
     findings.doing(f"Reading {name}")
     with findings.collecting():
@@ -265,7 +267,7 @@ def _look_at_prompt_lengths(
 
     Returns:
         The prompts to drop; true if some prompts were not measured; and the length in tokens of the longest remaining
-        prompt. The length is None if some prompts were not measured, or after a problem.
+        prompt. The length is None if some prompts were not measured, or if a problem was found.
     """
     if table is not None and tokenizer:
         with findings.collecting():

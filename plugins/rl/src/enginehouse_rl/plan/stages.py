@@ -44,7 +44,8 @@ class StagePlan:
 def find_own_stages(
     findings: Findings, plugins: PluginManager, config: Config, needs: Sequence[str] | None
 ) -> dict[str, Stage]:
-    """Find the stages of plugins that the config names, or that add a column which the advantage `needs`, by name."""
+    """Return, by name, the stages of plugins that the config names or that add a column of `needs`, the columns that
+    the advantage reads."""
     records: dict[str, Stage] = {}
     for name, section in config.stages.items():
         try:

@@ -1,4 +1,4 @@
-"""Checks that a model beside the actor's uses the actor's tokens, by comparing the two tokenizers.
+"""Checks that the model of another role uses the tokens of the actor's model, by comparing their tokenizers.
 
 Comparing the sizes of embeddings is not enough. Models of one family pad their embeddings to different sizes, and
 tokenizers of different families may have the same number of tokens.
@@ -58,8 +58,8 @@ def check_tokens(
 ) -> None:
     """Check that a role's model uses the actor's tokens.
 
-    A note reports an added token that has another name, because chat models of one family rename added tokens that
-    they do not use.
+    If an added token has different names in the two tokenizers, there is only a note, because chat models of one family
+    rename added tokens that they do not use.
 
     Args:
         role: the name of the role, which is also the key of its section.

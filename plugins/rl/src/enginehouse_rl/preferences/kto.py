@@ -20,7 +20,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Judgement:
-    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` for each response, with + if it is desirable.
+    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` for each response, with + for desirable responses.
 
     `r` is the log ratio of policy and reference. `z0` estimates the policy's distance from the reference by the mean
     log ratio of responses to other prompts; it is at least 0 and has no gradient.
@@ -29,7 +29,7 @@ def kto(
         policy: Sums of the policy's logprobs of the responses, `(rows,)`.
         reference: Sums of the reference's logprobs, `(rows,)`.
         label: True for desirable responses, bool `(rows,)`.
-        mismatched: Log ratios of responses after the prompts of other responses.
+        mismatched: Log ratios of the responses, each placed after the prompt of another response.
         beta: Strength with which the policy is kept close to the reference.
         desirable_weight: The paper's lambda for desirable responses.
         undesirable_weight: The paper's lambda for other responses.

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 LN_2 = math.log(2)
 BY_ROW = {"aggregation": "sequence_mean_token_sum"}
-"""Arguments of the linear losses: the mean over rows of each row's sum, as `with_weights` requires."""
+"""Arguments of the linear losses. They select the mean over rows of each row's sum, which `with_weights` requires."""
 
 
 class PreferenceTrainer(Loop):
-    """Trains the actor of a plan on preferences. A step is a forward pass, the loss of each row, and an update
-    (`slopes`)."""
+    """Trains the actor of a plan on preferences. In each step, a forward pass gives the losses of the rows, from which
+    the weights of the update are computed (`slopes`)."""
 
     plan: PreferencePlan
     loss: LossSpec
@@ -61,7 +61,7 @@ class PreferenceTrainer(Loop):
 
     @abstractmethod
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
-        """Return the rows of some items for the update, with `input_ids` and `loss_mask`, and their current losses."""
+        """Return the rows of `items` for the update, with `input_ids` and `loss_mask`, and the current losses."""
 
     def run_step(self, step: int) -> Mapping[str, float]:
         with self.clock.phase("data"):
@@ -95,7 +95,7 @@ class PreferenceTrainer(Loop):
 
 
 def split_items(items: int, each: int) -> list[range]:
-    """Split items into parts of `each`.
+    """Split the indices of `items` items into ranges of `each` items.
 
     A single last item joins the part before it, because KTO needs the responses of at least two items.
     """
@@ -106,7 +106,8 @@ def split_items(items: int, each: int) -> list[range]:
 
 
 def below_chance(losses: Sequence[float]) -> bool:
-    """True if the mean loss is below ln 2, the loss of uninformative scores, by more than twice its standard error."""
+    """True if the mean loss is below ln 2, the loss of uninformative scores, by more than twice the standard error of
+    the mean."""
     error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
     return statistics.fmean(losses) < LN_2 - 2 * error
 
@@ -151,7 +152,7 @@ class DPOTrainer(PreferenceTrainer):
         )
 
     def _compute_logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of each response's logprobs by the policy and by the reference."""
+        """Return the sum of each response's logprobs under the policy, and the sum under the reference."""
         policy = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
         reference = self.roles.score_by_reference(rows, Outputs())
         return row_sums(policy["logprobs"]), row_sums(reference["reference_logprobs"])

@@ -1,10 +1,11 @@
 """Turns losses of pairs into weights of rows, so that engines which process rows one by one can train on pairs.
 
 A preference loss depends on one number per row: the sum of its response's logprobs, or its score. `forward` returns
-these numbers. The controller computes the loss, and its derivative by each number in float64. The update minimizes the
-linear loss with these derivatives as weights (`weighted_logprob`, `weighted_value`). At the model's current weights its
-gradient equals that of the loss itself, on every engine and for every split of rows over ranks and micro-batches. The
-method costs one more forward pass. It is exact for one optimizer step without dropout.
+these numbers. The controller computes the loss, and in float64 its derivative with respect to each number. The update
+minimizes the linear loss with these derivatives as weights (`weighted_logprob`, `weighted_value`). At the model's
+current weights, the gradient of the linear loss equals the gradient of the preference loss, on every engine and for
+every split of rows over ranks and micro-batches. The method costs one more forward pass. It is exact for one optimizer
+step without dropout.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Judgement:
 
     Attributes:
         losses: The loss of each pair, or of each row if there are no pairs, float64; their mean is minimized.
-        slopes: The derivative of that mean by each row's number, float64 `(rows,)`.
-        metrics: The values of each further metric, float64.
+        slopes: The derivative of this mean with respect to the number of each row, float64 `(rows,)`.
+        metrics: Values of further metrics by name, float64; each metric is reported as their mean.
     """
 
     losses: torch.Tensor
@@ -34,7 +35,8 @@ class Judgement:
 
 
 def differentiate(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> Judgement:
-    """Differentiate losses by the rows' numbers `figures`, a leaf tensor. The metrics lose their gradient."""
+    """Differentiate the mean of losses with respect to the rows' numbers `figures`, which must be a leaf tensor. The
+    returned metrics carry no gradient."""
     (slopes,) = torch.autograd.grad(losses.mean(), figures)
     return Judgement(losses.detach(), slopes, {name: values.detach() for name, values in metrics.items()})
 
@@ -45,16 +47,16 @@ def accuracy(above: torch.Tensor) -> torch.Tensor:
 
 
 def make_leaf(figures: torch.Tensor) -> torch.Tensor:
-    """Return numbers as a float64 leaf tensor, for differentiation."""
+    """Return numbers as a float64 leaf tensor, with respect to which a loss can be differentiated."""
     return figures.detach().double().requires_grad_()
 
 
 def with_weights(batch: Batch, slopes: torch.Tensor) -> Batch:
-    """Add the column `weights`. With it, a linear loss, as a mean over rows, has the gradient of the preference loss.
+    """Add the column `weights`. With it, the linear loss, as a mean over rows, has the gradient of the preference loss.
 
     Args:
         batch: The rows of the update, with `loss_mask`.
-        slopes: The derivative of the loss by each row's number, float64 `(rows,)`.
+        slopes: The derivative of the loss with respect to the number of each row, float64 `(rows,)`.
     """
     mask = batch.ragged("loss_mask")
     weights = np.repeat((-len(batch) * slopes).float().numpy(), mask.lengths.numpy())

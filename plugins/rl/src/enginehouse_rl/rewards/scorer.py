@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Scorer:
-    """Scores rows as they come. Must be called on one event loop.
+    """Scores rows as requests arrive. All calls must come from one event loop.
 
     All requests of one iteration of the event loop go to the pool together. Results that the pool's thread delivers in
     quick succession are also returned together, because each wake-up of the event loop makes both threads wait for the
@@ -40,7 +40,7 @@ class Scorer:
         """Return the score of each row.
 
         Raises:
-            RewardError: As for `RewardPool.score`.
+            RewardError: The reward gives no score; see `RewardPool.score`.
             ConfigError: The reward returned a metric with a reserved or invalid name.
         """
         loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class WeightedRewards:
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
-        """Return a function that scores rows as they come, on one event loop. `rows` is the argument of `Scorer`."""
+        """Return a function that scores rows as requests arrive on one event loop. For `rows`, see `Scorer`."""
         scorers = [Scorer(pool, rows) for pool in self._pools]
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
@@ -60,7 +60,7 @@ class WeightedRewards:
         return score
 
     def make_benchmark_scorer(self, rows: int) -> Scoring:
-        """Return the function that scores responses to a benchmark. `rows` is the argument of `Scorer`."""
+        """Return a function that scores responses to a benchmark. For `rows`, see `Scorer`."""
         assert self._benchmarks is not None  # the plan has a benchmark
         return Scorer(self._benchmarks, rows)
 
@@ -70,8 +70,8 @@ class WeightedRewards:
     def _sum(self, scores: Sequence[RowScore]) -> RowScore:
         """Combine a row's scores into one.
 
-        A failed reward counts 0 if the run continues, and a reward that abstains does not count. The first answer is
-        used.
+        A failed reward counts as 0 if the run continues, and a reward that abstains is left out. The answer is the
+        first one that a reward returned.
 
         Raises:
             RewardError: All rewards abstain, and a row without a score ends the run.
@@ -102,8 +102,9 @@ class WeightedRewards:
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
     """Add the column `rewards` float32 `(rows, k)` with the clipped rewards in the order of the config.
 
-    If a reward is to be normalized over its group or the batch, `reward` is recomputed as the sum of the normalized
-    rewards and of the environment's own part of the score. Both columns are 0 except in the last row of an episode.
+    If the config normalizes a reward over its group or the batch, `reward` is recomputed: it is the weighted sum of the
+    rewards, plus the part of the score that the environment added. Both columns are 0 except in the last row of an
+    episode.
 
     Args:
         samples: All samples of a step in complete groups, as `collect_rows` returns them.

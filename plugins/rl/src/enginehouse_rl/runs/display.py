@@ -22,7 +22,7 @@ LABEL, VALUE, MEAN, SPARK = 10, 8, 13, 48
 NARROW = 20
 """Width in columns below which long lines are cut off instead of wrapped."""
 MOST_REPLICAS = 4
-"""Maximum number of replicas that are shown one by one; more are counted by state."""
+"""Maximum number of replicas that are shown one by one. If there are more, the number in each state is shown."""
 ALARMS_SHOWN = 3
 SHORTEST = 0.01
 """Smallest fraction of a step's time for which a phase is shown."""

@@ -87,7 +87,7 @@ def read_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]:
     """Read a growing file from byte `begin` on, as `read_whole_lines` does.
 
     Returns:
-        The rows, and the number of the first byte after them, at which the next call begins.
+        The rows, and the position in the file, in bytes, at which they end and the next call should begin.
 
     Raises:
         OSError: The file cannot be read.

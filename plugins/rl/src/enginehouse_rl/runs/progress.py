@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
 SECONDS_BETWEEN_LINES = 60.0
-"""Without a terminal, a run prints about `LINES_A_RUN` lines. A step that ends later than this after the last line is
-printed as well."""
+"""Without a terminal, a run prints lines for about `LINES_A_RUN` of its steps. It also prints a line for a step that
+ends more than this many seconds after the last line."""
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Progress(Observer):
         self._show_line(f"  {self._arrival}")
 
     def count(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
-        """Yield the parts of a batch as they are generated, and show how many of its items there are so far.
+        """Yield the parts of a batch as they are generated, and show how many items of the batch there are so far.
 
         Args:
             what: The noun of the items: `"samples"`.

@@ -110,8 +110,8 @@ class Validations:
     def describe_decline(self, part: str = "validation") -> str:
         """Describe how a part of the last validation is worse than the first or the best one; empty if it is not.
 
-        It is worse than the first if the difference exceeds its standard error, and worse than the best if the
-        difference exceeds twice that.
+        It is worse than the first if the difference exceeds the standard error of the difference. It is worse than the
+        best if the difference exceeds `BEST_MARGIN` standard errors.
         """
         name = f"{part}/{REWARD}"
         rewarded = [(step, metrics) for step, metrics in self._validations if name in metrics]

@@ -11,7 +11,7 @@ missing.
 If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step. It reports rows of older weights under
 separate names: `mismatch/behind_1/kl` covers the rows whose first token is one version behind. If the actor does not
 recompute them, `add_measurement` wraps the loss of the first optimizer step, whose forward pass still uses the served
-weights. With several mini-batches it thus measures only the first, whose rows are drawn at random.
+weights. With several mini-batches, only the first mini-batch is therefore measured; its rows are drawn at random.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
 
 
 def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
-    """Keep only columns of numbers, and add the mini-batch of each row in each pass over the samples."""
+    """Keep only numeric columns. With several mini-batches, add the index of the mini-batch of each row, for each pass
+    over the samples. With `algorithm.mask_truncated`, add a mask of the rows that are trained on."""
     algorithm = plan.config.algorithm
     if algorithm.mask_truncated:
         cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])

@@ -23,8 +23,8 @@ from enginehouse_rl.plan.parts.model import ModelPart
 HIGH_LR = 0.01
 """The plan adds a note for learning rates above this."""
 LEAST_ADAPTER_RATE = 1e-5
-"""Below this rate, rounding to bfloat16 loses most changes of an adapter. At a rate of 1e-6, the served weights show a
-hundredth of the change that the first step makes."""
+"""Below this learning rate, rounding to bfloat16 loses most changes of an adapter. At a learning rate of 1e-6, the
+served weights show a hundredth of the change that the first step makes."""
 
 _EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
 """Matches the last part of an embedding's name. Its weight has two dimensions, like that of a linear layer."""

@@ -1,4 +1,4 @@
-"""Plans the models beside the actor's: the critic, the reference and the reward model."""
+"""Plans the models of roles other than the actor: the critic, the reference and the reward model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from enginehouse_rl.plan.tokenizers import check_tokens
 
 
 class AuxiliaryPart(Part[C]):
-    """A model beside the actor's.
+    """The model of a role other than the actor.
 
     Attributes:
         name: the name of the role, which is also the key of its section.
@@ -58,13 +58,13 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check by its `config.json` that the role's model meets the requirements of the role. It is another model than
-        the actor's."""
+        """Check by its `config.json` that a model meets the requirements of the role. Not called if the role uses the
+        actor's model."""
 
     def place(self, optimizer_steps: int) -> None:
         """Add the role with its engine and processes, and let the engine check the model.
 
-        `optimizer_steps` is the length of the learning-rate schedule, which exists even if the role is not trained.
+        `optimizer_steps` is the length of the learning-rate schedule. Even a role that is not trained has a schedule.
         """
         run, section, path = self.run, self.section, self.section.path
         shares = self._choose_host()

@@ -165,12 +165,13 @@ def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:
 
 
 def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how many rows some files have, and how often the run uses each row."""
+    """Describe how many rows some files have, and how often the run uses each row. `drawn` is the total number of rows
+    that the run uses, with repetitions."""
     return f"{rows:,} {noun} in {name_files(files)[0]}, each used {drawn / rows:.2g} times"
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how often the run uses each source."""
+    """Describe how often the run uses each source; `drawn` as for `describe_rows`."""
     if len(sources) == 1:
         return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)

@@ -93,7 +93,7 @@ class Draft(Generic[C]):
         self._check_device()
 
     def settle(self, parts: Iterable[type[Part[Any]]]) -> None:
-        """Let each part settle, in this order.
+        """Create the parts and let each settle, in the order of `parts`.
 
         Raises:
             UserError: the config has a problem. Several problems are one `ConfigError` that lists them.
@@ -146,7 +146,7 @@ class Draft(Generic[C]):
                 imported only to check these.
 
         Returns:
-            The function with all arguments except `others`. Its reference is empty after a problem.
+            The function with all arguments except `others`. Its reference is empty if a problem was found.
         """
         within, taken = f"{key}.arguments", dict(taken or {})
         check_secrets(self.findings, within, arguments, read=False)

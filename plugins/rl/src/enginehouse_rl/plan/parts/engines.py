@@ -46,9 +46,9 @@ class RoleEngine:
 
     Attributes:
         key: the role's key in the config: `"actor"`.
-        record: the record of its backend; None after a problem.
-        options: its complete options as plain data; empty after a problem.
-        typed: the options as an instance of the backend's class; None after a problem.
+        record: the record of its backend; None if no such backend was found.
+        options: its complete options as plain data; empty if they have a problem.
+        typed: the options as an instance of the backend's class; None if they have a problem.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RoleEngine:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """The interpreter of the engine's workers; after a problem, the interpreter of this process."""
+        """The interpreter of the engine's workers; if the engine has a problem, the interpreter of this process."""
         interpreter = self._choose_interpreter()
         if self.typed is not None and self.typed.native:
             check_native_names(self.findings, self.typed, self.name, interpreter.python, self.key)
@@ -75,12 +75,12 @@ class RoleEngine:
 
     @property
     def name(self) -> str:
-        """The backend's registered name; empty after a problem."""
+        """The backend's registered name; empty without a `record`."""
         return self.record.name if self.record else ""
 
     @property
     def gpus(self) -> int:
-        """GPUs of one replica, if the run uses GPUs; 1 after a problem."""
+        """Number of GPUs of one replica, if the run uses GPUs; 1 if the options have a problem."""
         return self.typed.gpus() if isinstance(self.typed, RolloutOptions) else 1
 
     @property

@@ -16,7 +16,8 @@ IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """The loss argument for the largest importance weight of a token, and its default for samples of older weights. `null`
 turns the importance weights off."""
 NARROW = 0.05
-"""In bfloat16, a note reports narrower clip ranges. Logprobs of two engines differ by more than this at some tokens."""
+"""In bfloat16, a note reports clip ranges narrower than this number, because the logprobs of two engines differ by more
+at some tokens."""
 
 
 class LossPart(Part[Config]):

@@ -16,8 +16,8 @@ class ModelPart(Part[AnyConfig]):
     have a path of their own.
 
     Attributes:
-        json: the content of `config.json`; empty after a problem.
-        tokenizer: its tokenizer; None after a problem.
+        json: the content of `config.json`; empty if the model has a problem.
+        tokenizer: the tokenizer; None if the model has a problem.
     """
 
     json: Mapping[str, Any] = {}

@@ -26,7 +26,7 @@ class ProcessesPart(Part[C]):
 
     Attributes:
         not_shared: if there are too few GPUs, the reason why the rollout does not share the actor's GPUs, or the
-            setting with which it does.
+            setting with which it would share them; otherwise empty.
     """
 
     not_shared = ""
@@ -81,7 +81,8 @@ class ProcessesPart(Part[C]):
             yield "runtimes", "; ".join(runtimes)
 
     def _check_cores(self) -> None:
-        """Note engines that share CPU cores of this machine. In a run on GPUs, engines hardly use the CPU."""
+        """Add a note if the engines have more threads than this machine has CPU cores. A run on GPUs gets no note,
+        because its engines hardly use the CPU."""
         cluster, processes = self.config.cluster, sum(role.processes for role in own_processes(self.run.roles).values())
         # macOS has no affinity
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

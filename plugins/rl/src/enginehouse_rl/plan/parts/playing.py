@@ -149,7 +149,7 @@ class RewardsPart(Part[Config]):
 
     def _check_needed(self, environment: EnvironmentPart) -> None:
         """Check that there is a reward if the environment needs one, and note a reward that may be unused. The
-        environment `single_turn` needs a reward. Any other declares whether it needs one (`Environment.needs_reward`).
+        environment `single_turn` needs a reward. Other environments declare this in `Environment.needs_reward`.
         """
         config, name = self.config, self.config.environment.name
         rewards = config.reward.list_rewards()

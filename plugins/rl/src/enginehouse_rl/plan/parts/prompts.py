@@ -128,7 +128,7 @@ class PromptsPart(DataPart[Config]):
         return shortest
 
     def _check_positions(self) -> None:
-        """Check that the longest sample fits into the models beside the actor's."""
+        """Check that the longest sample fits into the models of all roles except the actor."""
         longest = self.limit.tokens + self.config.rollout.sampling.max_tokens
         for name, model in self.run.models.items():
             needed = longest + (name == "reward_model")  # a reward model reads one token more: `append_end`

@@ -1,4 +1,4 @@
-"""Reads from a run's files what its earlier processes logged, because a tracker may lack some of it."""
+"""Reads from a run's files the metrics that its earlier processes logged, because a tracker may lack some of them."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same MLflow run continues, and repeated steps occur twice. If the server does not know the run,
-    because it is another server, a new run begins there with the steps so far.
+    After `--resume` the same MLflow run continues, and steps that the run repeats occur twice. If the server does not
+    know the run, because it is another server, a new run begins there with the steps so far.
 
     Args:
         experiment: The experiment that lists the run.
