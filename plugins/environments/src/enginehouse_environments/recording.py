@@ -89,14 +89,14 @@ class RecordedAnswer:
     followed: int = 0  # number of answers that follow it
 
     def path(self) -> list[RecordedAnswer]:
-        """Return the answers of its row, up to this one."""
+        """Return the answers of the row that contains this answer, from the row's first answer to this one."""
         path = [self]
         while (before := path[-1].before) is not None:
             path.append(before)
         return path[::-1]
 
     def tokens(self) -> list[int]:
-        """Return the tokens of its row, up to the end of this answer."""
+        """Return the tokens of the row that contains this answer, from the row's start to the end of this answer."""
         parts = [part for answer in self.path() for part in (answer.given, answer.completion.token_ids)]
         return [int(token) for part in parts for token in part]
 

@@ -63,7 +63,8 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
         )
     if int(settings.get("dp_size") or 1) > 1:
         raise ConfigError(
-            f"endpoint: the server at {url} must have dp_size 1, not {settings['dp_size']}; use one for each replica"
+            f"endpoint: the server at {url} must have dp_size 1, not {settings['dp_size']}; start one server for each "
+            "replica"
         )
     if not settings.get("enable_deterministic_inference"):
         log.warning(

@@ -244,5 +244,5 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text on one line that does not end the cell."""
+    """Return the text as one table cell: `|` is escaped, and line breaks become `<br>`."""
     return "<br>".join(text.replace("|", "\\|").splitlines())

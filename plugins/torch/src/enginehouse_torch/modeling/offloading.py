@@ -176,7 +176,7 @@ class OffloadedStorage:
         give_up(storage)
 
     def bring_back(self) -> None:
-        """Fill the storage again."""
+        """Allocate the storage's memory again, and copy its content back."""
         take_back(self._storage, self._nbytes)
         if self._file is not None:
             with self._file as file:

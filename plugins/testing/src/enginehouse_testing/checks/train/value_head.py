@@ -1,4 +1,4 @@
-"""Checks critics: a model with a value head."""
+"""Checks critics, which are models with a value head."""
 
 from __future__ import annotations
 
