@@ -151,7 +151,7 @@ def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, An
 
 
 def _certificate_cells(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of each figure of a certificate, or of its problem if there is none."""
+    """Return the table rows of a certificate: one row for each measured result, or one for its problem."""
     name = [summary["kind"], summary["backend"]]
     if problem := summary.get("problem"):
         return [[*name, f"none: {problem}", "", ""]]

@@ -93,10 +93,14 @@ class NewPlugin:
 
 
 def check_starts(kinds: Sequence[str], words: Sequence[str]) -> dict[str, str]:
-    """Return the start of each kind that has one of these starts.
+    """Return the value of `--from` that each kind starts from. Kinds that start from a skeleton are left out.
+
+    Args:
+        kinds: the chosen kinds.
+        words: values of `--from`.
 
     Raises:
-        UserError: none of the chosen kinds has such a start.
+        UserError: none of the chosen kinds accepts one of the values.
     """
     starts: dict[str, str] = {}
     for word in words:

@@ -52,7 +52,7 @@ async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
 
 @CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
 def greedy(completions: Completions, model: str = "tied") -> Measured:
-    """At temperature 0 each token is the oracle's most likely token, up to an error in nats."""
+    """At temperature 0 each token is the oracle's most likely token; error as the gap of their logprobs in nats."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
     return wrong(f"a completion must have 24 tokens, not {short[0]}") if short else greedy_error(model, completions)
 

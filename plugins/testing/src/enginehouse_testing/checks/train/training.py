@@ -17,7 +17,7 @@ CHECKS = Checks(tolerance=1e-4)
 
 
 def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
-    """Take one optimizer step; return the metrics of its two calls."""
+    """Take one optimizer step; return the metrics of `forward_backward` and of `optim_step`."""
     return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
 
 

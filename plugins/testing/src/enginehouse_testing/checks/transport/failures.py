@@ -146,7 +146,7 @@ def _versions(link: Link) -> str:
 
 @CHECKS.act()
 def _closed(link: Link) -> str:
-    """A call that waits for a closed connection fails."""
+    """A call fails if either side has closed the connection that the call waits for."""
     for side in ("sender", "receiver"):
         with link.connect(random_weights(0)) as connection:
             waiting = connection.receive(1, link.unhurried) if side == "sender" else []
