@@ -119,7 +119,7 @@ class ChatTemplate:
         """Return the text after an answer. Before a tool's result, the answer contains calls, if possible.
 
         Some templates otherwise reject a tool's message or write it differently, and some accept only one call. The
-        text that closes the answer is that of an answer without calls.
+        text that closes the answer is rendered without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for answered in filter(None, (results, results[:1])):
@@ -173,8 +173,8 @@ def _call_message(
 class Dialogue:
     """A chat with the policy.
 
-    It begins with `messages`. `tokens` are their tokens with those that begin an answer, if they are known
-    (`Task.prompt_ids`).
+    It begins with `messages`. `tokens` are the tokens of these messages and of the text that begins an answer, if they
+    are known (`Task.prompt_ids`).
     """
 
     def __init__(

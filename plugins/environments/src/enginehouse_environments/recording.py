@@ -308,7 +308,10 @@ class Recording:
             raise RequestRefused(400, str(error), param="messages") from error
 
     def _choose_sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
-        """Return the sampling parameters of an answer after `tokens` tokens, and count its maximum as generated."""
+        """Return the sampling parameters of answers after `tokens` tokens.
+
+        The maximum length of the answers counts as generated at once, so that concurrent requests keep the limit.
+        """
         defaults, limits = self._policy.sampling, self._limits
         most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]
         if limits.row_tokens is not None:
@@ -427,7 +430,8 @@ def _encode_content(message: Mapping[str, Any]) -> bytes:
 
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
-    """Return the answer that a message repeats: the one with its calls' ids, else one that nothing follows."""
+    """Return the answer that a message repeats. Prefer an answer with the same call ids, then an answer that no other
+    answer follows."""
     ids = _call_ids(message)
     candidates = [answer for answer in answers if ids and _call_ids(answer.message) == ids] or answers
     return next((answer for answer in candidates if not answer.followed), candidates[-1])

@@ -54,7 +54,7 @@ class ShardedAdamW:
         )
 
     def count(self, weight: float) -> None:
-        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:

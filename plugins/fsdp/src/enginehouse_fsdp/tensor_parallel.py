@@ -135,7 +135,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
 
 
 def _list_sizes(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield each size that the ranks must divide, after its description."""
+    """Yield the description and the value of each size that must be divisible by the number of ranks."""
     config = model.config.get_text_config()
     for name, style in plan.items():
         layer = name.rpartition(".")[2]

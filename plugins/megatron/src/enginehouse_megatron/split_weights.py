@@ -80,7 +80,10 @@ class SplitWeights:
     def _iter_whole(
         self, stage: int, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors of a stage on every rank; `parts` are this rank's, or None if it is on another stage."""
+        """Yield whole tensors of a stage on every rank.
+
+        `parts` are this rank's parts of the tensors; None if the rank is on another stage.
+        """
         sizes = [math.prod(stored.shape) for stored in tensors]
         buffer = torch.empty(sum(sizes), dtype=self.dtype, device=self.mapped[0].parameter.device)
         wholes = [flat.view(stored.shape) for stored, flat in zip(tensors, buffer.split(sizes), strict=True)]

@@ -1,8 +1,10 @@
 """Makes the data and the model of the recipes with chats: a tiny model, a tokenizer with a chat template, and games.
 
-| | prompt | right answers | |---|---|---| | `guessing_game` | three numbers, one of them the secret | the middle
-number, then the number that the hint leaves | | `calculator` | a product | a tool call with the product, then its
-result | | `gym` | a lake and the walker on it | at most six moves around the holes, one per turn |
+* `guessing_game`: the prompt has three numbers, one of them the secret. The right answers are the middle number, then
+  the number that the hint leaves.
+* `calculator`: the prompt has a product. The right answers are a tool call with the product, then its result.
+* `gym`: the prompt shows a lake and the walker on it. The right answers are at most six moves around the holes, one per
+  turn.
 
 As in `sorting`, demonstrations show the format and are hardly ever right. Frequent texts are one token, so that a chat
 of several turns is short. In all other text, each character is a token.

@@ -74,7 +74,7 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _find_dtype(argument: str | None, spec: ModelSpec) -> str:
-    """Return the dtype of a server with this argument; `auto` is SGLang's choice for the model."""
+    """Return the dtype of a server with this argument `--dtype`; `auto` is SGLang's choice for the model."""
     if argument not in (None, "auto"):
         return str(argument)
     config = json.loads(Path(spec.path, "config.json").read_text())

@@ -42,11 +42,11 @@ class SGLangFailed(EnginehouseError):
 class ServerProcess:
     """SGLang's server in a child process, which ends with this process, however that ends.
 
-    Its output goes to this process's standard error, and `died` is done once it has ended.
+    The server's output goes to this process's standard error. The future `died` is done once the server has ended.
 
     Args:
         arguments: Arguments of the server by SGLang's names without the dashes: `{"model_path": "..."}`.
-        environment: Variables that it gets in addition to this process's variables.
+        environment: Variables that the server gets in addition to this process's variables.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], where: str):

@@ -128,7 +128,10 @@ class RunningBatch:
         self._live = None
 
     def _chunks(self, admissions: Sequence[tuple[RequestProgress, int]]) -> list[list[tuple[RequestProgress, int]]]:
-        """Split into forward passes within the token budget. Scored prompts, whose logits are large, are separate."""
+        """Split requests into forward passes within the token budget.
+
+        Prompts whose logprobs are requested get separate passes, because their logits are large.
+        """
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
             chunk: list[tuple[RequestProgress, int]] = []

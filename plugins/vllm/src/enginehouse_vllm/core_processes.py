@@ -29,8 +29,8 @@ class VLLMFailed(EnginehouseError):
 class CoreProcesses:
     """vLLM's processes; `where` names this replica in messages.
 
-    `died` is done once the first process has ended. It is never done if vLLM runs its engine core without a separate
-    process.
+    The future `died` is done once the first process has ended. It is never done if vLLM runs its engine core without a
+    separate process.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], where: str):

@@ -15,15 +15,15 @@ from enginehouse_recipes.init.models import TINY, ChosenModel, config_path
 from enginehouse_recipes.init.new_files import NewFiles
 
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
-"""Names of the data that is created here, each with the recipe by which the tiny model learns it."""
+"""Names of the data sets that are created here, each with the recipe by which the tiny model learns from it."""
 SAMPLE_ANSWERS = {"sorting": "012345", "calculator": "2146"}
-"""An example answer for each."""
+"""An example answer for each of `SAMPLES`."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversation", "input")
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model", "expected_answer", "gold", "target", "label"),
     *("expected", "solution", "output", "completion"),
 )
-"""Names of columns, most likely first."""
+"""Likely names of the column of answers, most likely first."""
 NESTED = {"reward_model": "ground_truth"}
 """The key of the answer inside a column, as in verl's data."""
 HELD_OUT = ("validation", "valid", "val", "test", "dev", "eval")

@@ -176,7 +176,10 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
 
 
 def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
-    """Return a packed layout's mask by blocks of tokens instead of all pairs. In partial blocks, segments decide."""
+    """Return a packed layout's mask by blocks of tokens instead of all pairs.
+
+    Within a block that is allowed only in part, the segments of two tokens decide whether one may attend to the other.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     own, prompt = (torch.from_numpy(part.astype(np.int32)).to(device, non_blocking=True) for part in layout.segments())

@@ -218,7 +218,7 @@ def _cheapest_width(
 
 
 def _split(rows: list[int], width: int) -> list[list[int]]:
-    """Split into parts of at most `width` rows whose sizes differ by at most one."""
+    """Split rows into parts of at most `width` rows. The sizes of the parts differ by at most one."""
     parts = math.ceil(len(rows) / width)
     bounds = [len(rows) * part // parts for part in range(parts + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]

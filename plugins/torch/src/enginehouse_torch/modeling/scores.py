@@ -59,8 +59,8 @@ def scores(
 
     Args:
         states: `(tokens, hidden)`, or the logits if `weight` is None.
-        weight: the head's, `(vocabulary, hidden)`; None: `states` are the logits, `(tokens, vocabulary)`.
-        bias: the head's, `(vocabulary,)`, or None.
+        weight: weight of the head, `(vocabulary, hidden)`; None: `states` are the logits, `(tokens, vocabulary)`.
+        bias: bias of the head, `(vocabulary,)`, or None.
         targets: int64 `(tokens,)`.
         outputs: temperature, and whether entropies are computed and have a gradient.
         split: this rank's part of the vocabulary, which `weight` and `bias` belong to. All ranks then call together

@@ -23,7 +23,7 @@ LITTLE_BYTES = 1 << 26
 
 
 def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
-    """Return the maximum padded tokens of a pass on a CPU, unless a single row is longer. More would save no time.
+    """Return the maximum number of padded tokens of a pass on a CPU, unless a row is longer. More would save no time.
 
     Args:
         shape: the model's shape; None if its config does not state it.
@@ -41,7 +41,7 @@ def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
     Args:
         shape: the model's shape.
         itemsize: bytes of an element of the dtype that the model computes in.
-        split: ranks that split each matrix.
+        split: number of ranks that split each matrix.
     """
     norm = 4 + 2 * itemsize  # the float32 input, the normalised one, and that times the weight
     attention = itemsize * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
@@ -65,7 +65,7 @@ def head_bytes(
     Args:
         tokens: number of tokens scored in one micro-batch.
         hidden: size of a hidden state.
-        vocabulary: rows of this rank's weight, which gets a gradient.
+        vocabulary: number of rows of this rank's weight, which gets a gradient.
         itemsize: bytes of an element of states and weight.
         trained: True if there is a backward pass.
         entropy_gradient: True if entropies are requested and have a gradient.

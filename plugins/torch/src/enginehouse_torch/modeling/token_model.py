@@ -180,7 +180,10 @@ class TokenModel:
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
-        """Return the number of passes that this rank makes for other ranks; collective, called before the first."""
+        """Return the number of passes that this rank makes only because other ranks make more; collective.
+
+        Must be called before the first pass.
+        """
         passes = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(passes) - passes
 
