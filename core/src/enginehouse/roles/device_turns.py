@@ -6,8 +6,9 @@ State on the devices in each turn:
 * the rollout's turn: the rollout is awake, and the state of the training roles is in host memory;
 * the training roles' turn: their state is on the devices, and the rollout sleeps, without weights and caches.
 
-A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update changes back. During
-the update, both sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the update.
+A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update ends that turn.
+During the update, both sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the
+update.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """

@@ -97,7 +97,10 @@ class ChatTemplate:
         return self._special_texts.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of an answer with a tool call, without its closing; empty if the template writes no calls."""
+        """Return the text of an answer with a tool call, without the text that closes the answer.
+
+        The text is empty if the template writes no calls.
+        """
         try:
             question = self._render([_QUESTION], False)
             answer = self._render([_QUESTION, _call_message(name, arguments)], False)

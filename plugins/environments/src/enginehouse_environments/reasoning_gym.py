@@ -217,7 +217,7 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
 
 
 def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None, config_class: type) -> Any:
-    """Return the config of a level of the task's curriculum, or the task's default config for None."""
+    """Return the config of a level of the task's curriculum, or the task's default config if the level is None."""
     if level is None:
         return config_class()
     if not package.has_curriculum(name):

@@ -1,4 +1,4 @@
-"""An estimate of the memory of a rank of the `fsdp` engine, by arithmetic over a model's shape. Light to import."""
+"""An estimate of the memory of a rank of the `fsdp` engine, computed from a model's shape. Light to import."""
 
 from __future__ import annotations
 

@@ -91,7 +91,10 @@ class ShardedAdamW:
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return both live moments of each parameter, sharded like the parameter, by `"exp_avg.name"` and so on."""
+        """Return both live moments of each parameter, sharded like the parameter.
+
+        Their names are `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`.
+        """
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]

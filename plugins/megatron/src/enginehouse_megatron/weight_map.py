@@ -72,7 +72,7 @@ class MappedParameter:
 
 
 class ModelFiles:
-    """The safetensors files of a model directory, read by parts. Tensors in `made` need not be in the files."""
+    """The safetensors files of a model directory, read by parts. Tensors in `made` replace tensors of the files."""
 
     def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open

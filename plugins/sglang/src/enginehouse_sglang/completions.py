@@ -106,7 +106,7 @@ class PendingCompletion:
 
 
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
-    """Return the `n` completions of a request, each with its own seed, or a single one if all would be the same.
+    """Return the `n` completions of a request, each with its own seed; only one completion if all would be the same.
 
     Each is a separate request to SGLang, which gives all samples of a seeded request the same tokens.
     """

@@ -113,7 +113,7 @@ class SGLangServer:
         await self._control("/resume_memory_occupation", tags=list(parts))
 
     async def begin_update(self) -> None:
-        """Expect new weights."""
+        """Tell the server to expect new weights."""
         await self._control("/begin_weight_update")
 
     async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, label: str | None) -> None:
@@ -134,5 +134,5 @@ class SGLangServer:
         )
 
     async def end_update(self) -> None:
-        """Expect no more weights."""
+        """Tell the server that no more weights will come."""
         await self._control("/end_weight_update")

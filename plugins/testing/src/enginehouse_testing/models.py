@@ -120,7 +120,7 @@ def _save(model: Any, prefix: str, tokenizer: Any = None) -> str:
 
 @functools.cache
 def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> str:
-    """Return a copy of a model's directory in which the stored tensor `name` has another value at an index."""
+    """Return a copy of a model's directory in which the element `place` of the stored tensor `name` is `value`."""
     weights = stored_tensors(model)
     weights[name][place] = value
     return _copy(model, weights, "altered-")

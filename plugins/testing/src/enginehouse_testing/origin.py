@@ -133,7 +133,10 @@ def _requirements(owner: Plugin | None) -> list[Plugin]:
 
 
 def _package(module: str) -> str:
-    """Return the package of a module's code: the folder of a module of core, else the top package."""
+    """Return the package whose files count as a module's code.
+
+    For a module of core, it is the package that contains the module; for all others, the top-level package.
+    """
     top, _, rest = module.partition(".")
     return module.rpartition(".")[0] if top == "enginehouse" and rest else top
 

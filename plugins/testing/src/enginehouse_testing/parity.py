@@ -1,7 +1,7 @@
 """Compares the logprobs that a rollout engine reports for its tokens with those that the actor computes for them.
 
 Both engines start as in a run of the config, and get the same weights by one verified update. Nothing is trained. The
-metrics are those of `enginehouse_rl.steps.mismatch`, and the distribution of the difference.
+report has the metrics of `enginehouse_rl.steps.mismatch` and the distribution of the differences.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
 
     Args:
         plan: the checked config.
-        prompts: number of training prompts, from the file's first; each gets `rollout.samples_per_prompt` samples.
+        prompts: number of prompts, from the beginning of the training file. Each prompt gets
+            `rollout.samples_per_prompt` samples.
         tolerance: largest mean absolute difference; None: the value in `MEAN_DIFFERENCES` for the model's dtype.
         model: the model's name in the report; empty: the name of its directory.
 

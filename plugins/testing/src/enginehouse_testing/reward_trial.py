@@ -82,7 +82,7 @@ def complete(row: Row) -> dict[str, Any]:
 
 
 def pool_of(function: str, arguments: Mapping[str, Any], seconds: float) -> RewardPool:
-    """Return a pool of one process, like a run's. It does not stop when no row gets a score."""
+    """Return a pool of one process, like the pool of a run, except that it continues even if no row gets a score."""
     return RewardPool(
         function, arguments, timeout_seconds=seconds, on_error="zero", max_failures=1.0, python_path=sys.path
     )

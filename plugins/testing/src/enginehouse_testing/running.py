@@ -112,8 +112,8 @@ def undeclared(
     checks: Sequence[str] | None = None,
     model: ModelUnderTest = TINY,
 ) -> list[Result]:
-    """Return results for the checks that do not run: those of capabilities that the record, or one of its layouts, does
-    not declare, and those that run only with the tiny models."""
+    """Return results for the checks that do not run: checks of a capability that the record or one of its layouts does
+    not declare, and checks that run only with the tiny models."""
     chosen, places = _choose(record, layouts, checks, model)
     declared = declared_by(record)
     lacking = [
@@ -169,8 +169,8 @@ def layouts_of(record: Record) -> tuple[Layout, ...]:
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
     """Return pairs of layouts with different numbers of processes, at most `MOST_PAIRS`.
 
-    First comes one pair for each combination of two numbers, ordered from the largest drop to the largest rise. Then
-    come further pairs, those with the most options first.
+    First comes one pair for each combination of two numbers of processes, ordered from the largest drop to the largest
+    rise. Then come further pairs, beginning with the layouts that have the most options.
     """
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)

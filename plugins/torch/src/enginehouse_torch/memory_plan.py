@@ -1,4 +1,4 @@
-"""Estimates of the `torch` engines' memory, by arithmetic over a model's shape. Light to import."""
+"""Estimates of the `torch` engines' memory, computed from a model's shape. Light to import."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class DecodingState:
 
     Attributes:
         rows: the completions.
-        cache: keys and values of all their tokens but the last.
+        cache: keys and values of all tokens of the rows except the last token of each.
         last: the last tokens, `(rows, 1)` int64.
         padding: number of leading padding columns of each row, `(rows,)` int64; None if no row has any.
         knobs: the rows' sampling parameters.

@@ -161,7 +161,7 @@ def _find_files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
 
 
 def _find_held_out(path: Path) -> Path | None:
-    """Return a file of held-out prompts whose name matches that of the training file."""
+    """Return a file of held-out prompts whose name matches the name of the training file."""
     stems = [path.stem.replace("train", word) if "train" in path.stem else f"{path.stem}_{word}" for word in HELD_OUT]
     return next((file for stem in stems if (file := path.with_name(stem + path.suffix)).is_file()), None)
 

@@ -106,7 +106,7 @@ def can_share_prompts(
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
     The config must promise full attention in every layer. Two short rows must score the same in a tree as separately,
-    up to the rounding of `dtype` (None: that of the parameters), and differently if the second row sees the first. A
+    up to the rounding of `dtype` (None: the parameters' dtype), and differently if the second row sees the first. A
     recurrent model fails, as does a model that derives positions from elsewhere. If `attention` has no function for
     trees, the tree is padded.
     """

@@ -1,6 +1,7 @@
-"""Memory in bytes for training a transformers decoder in torch, beside its state, by arithmetic over its shape.
+"""Estimates, from a decoder's shape, the memory for its passes in torch, without weights and optimizer state.
 
-It counts what autograd keeps; tests compare it with tensors without content. Light to import, for `plan`.
+The estimates count the tensors that autograd keeps. Tests compare them with runs on tensors without content. This
+module imports little, because `plan` uses it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class TokenModel:
         device: the device that it computes on.
         tokens_per_microbatch: maximum padded tokens of one forward pass, unless a single row is longer.
         share_prompts: True if rows with the same prompt may compute it once, provided that the model supports it.
-        dtype: the dtype that the model computes in; None: that of its parameters.
+        dtype: the dtype that the model computes in; None: the dtype of its parameters.
         attention: the option `attention` (`sharing.try_attention`); any but `"sdpa"` changes the model's attention.
         passes: for ranks that must run the model together (sharded parameters): maps the number of forward passes that
             this rank needs to the number that all ranks run. A rank runs its additional passes on one token, which does

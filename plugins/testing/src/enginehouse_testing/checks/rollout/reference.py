@@ -34,7 +34,7 @@ def distributions_of(model: str, completion: SampledCompletion, temperature: flo
 
 
 def logprob_error(model: str, completions: Iterable[SampledCompletion], temperature: float = 1.0) -> Measured:
-    """Return the largest difference of a generated token's logprob from the oracle's, in nats."""
+    """Return the largest difference, in nats, between the reported and the oracle's logprob of a generated token."""
     worst = Measured(0.0)
     for completion in completions:
         tokens, logprobs = completion.tokens, completion.logprobs
