@@ -273,7 +273,7 @@ class RolloutWorker(Worker):
     Args:
         model: model to load. Its weights are version 0.
         options: options of the engine, which its options class checks.
-        replica: number of this replica; None: its rank.
+        replica: number of this replica; None: the rank of this process.
         takes_turns: True if other roles take turns with it on its devices.
     """
 

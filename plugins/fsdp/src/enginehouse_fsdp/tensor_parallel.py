@@ -110,7 +110,7 @@ def _rule(name: str) -> str:
 
 
 def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
-    """Split an embedding that is tied to the output layer in the way that suits both, or not at all."""
+    """Split an embedding and an output layer that share a weight in the same way, or split neither."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is None:
         return

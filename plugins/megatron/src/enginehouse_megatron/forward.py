@@ -95,7 +95,8 @@ class StagePasses:
         """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
-            Metrics, and the weight that divides the sum for its mean; on other stages than the last, nothing and 0.
+            Metrics, and the weight by which the sum is divided for its mean. On other stages than the last, no metrics
+            and 0.
         """
         check_outputs(self.has_values, loss.outputs)
         if loss.name not in self._losses:

@@ -67,7 +67,8 @@ class ServerProcess:
             raise SGLangFailed(f"{where}: sglang's server could not be started: {self._not_started}")
 
     def _live(self, command: Sequence[str], environment: Mapping[str, str], started: threading.Event) -> None:
-        """Start the process and wait for its end. Linux ends it with the thread that started it, which is this one."""
+        """Start the process and wait for its end, both on one thread, because Linux ends the process with the thread
+        that started it."""
         libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()
 

@@ -63,7 +63,7 @@ class RewardTrial(Trial):
         return self.pool.score(rows)
 
     def odd_rows(self) -> dict[str, dict[str, Any]]:
-        """Return the first row with each of the odd responses instead of its own."""
+        """Return a copy of the first row for each of the odd responses (`ODD`), which replaces the row's response."""
         first = self.rows()[0]
         return {what: complete({**first, "response": text, "response_tokens": None}) for what, text in ODD.items()}
 

@@ -225,7 +225,7 @@ def _split(rows: list[int], width: int) -> list[list[int]]:
 
 
 def lay_out(rows: BatchRows, trees: list[Tree], packed: bool = False) -> TreeLayout:
-    """Lay out `trees`, at least one, in one sequence if `packed`, else stacked and padded to the longest."""
+    """Lay out `trees`, at least one, in one sequence if `packed`, else stacked and padded to the longest tree."""
     sizes = np.array([tree.tokens for tree in trees], dtype=np.int64)
     shape = (1, int(sizes.sum())) if packed else (len(trees), int(sizes.max()))
     begins = np.cumsum(sizes) - sizes if packed else np.arange(len(trees)) * shape[1]

@@ -166,7 +166,7 @@ class _BackwardState:
         targets: int64 ids.
         normaliser: logarithms of the sums of exponentials.
         entropy: entropies; None: they have no gradient.
-        slopes: `(tokens, 1 or 2)`, the gradient of logprobs and entropies, divided by the temperature.
+        slopes: `(tokens, 1 or 2)`, the gradient with respect to logprobs and entropies, divided by the temperature.
     """
 
     targets: torch.Tensor
@@ -195,7 +195,7 @@ class _BackwardState:
         return into
 
     def _with_entropy(self, part: torch.Tensor, rows: slice) -> None:
-        """Turn the log-probabilities of some rows into the gradient without the targets' terms."""
+        """Replace the log-probabilities of some rows by the gradient, without the terms at the targets' columns."""
         assert self.entropy is not None
         factor = part.clamp(min=NO_SHARE).add_(self.entropy[rows, None])
         factor.mul_(self.slopes[rows, 1:]).add_(self.slopes[rows, :1])
