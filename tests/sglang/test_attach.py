@@ -145,7 +145,7 @@ def test_a_wrong_url_is_a_clear_error(path):
 
 
 def test_a_replica_without_a_url_is_a_clear_error(path):
-    with pytest.raises(ConfigError, match="endpoint must have a URL for replica 1, but has only 1"):
+    with pytest.raises(ConfigError, match="but replica 1 has none: the number of URLs is 1"):
         asyncio.run(launch(path, "http://127.0.0.1:1", replica=1))
 
 

@@ -67,7 +67,7 @@ class Engine:
         model: model to load; None: the model of `start_engines`.
         shares: role whose processes this engine shares; None: it shares no processes. Ignored for the rollout engine,
             because `placement` decides there.
-        runtime: Python environment of the engine's processes. The values are those of the argument `wanted` of
+        runtime: Python environment of the engine's processes: a value of the argument `wanted` of
             `enginehouse.runtimes.choose_runtime`.
         env: environment variables of the engine's processes.
     """

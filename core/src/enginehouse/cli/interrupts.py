@@ -136,8 +136,8 @@ class Interrupts:
         self._force()
 
     def _next(self, seconds: float | None) -> int | None:
-        """Return the number of the next signal in `SIGNALS`, or `_ENDED` at the end of the context. Return None if none
-        comes within `seconds`."""
+        """Return the number of the next signal in `SIGNALS`, or `_ENDED` at the end of the context. Return None if
+        no signal comes within `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             timeout = None if until is None else until - time.monotonic()

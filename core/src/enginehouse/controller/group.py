@@ -349,7 +349,7 @@ def reserve_names(spec: WorkerSpec) -> None:
         if hasattr(WorkerGroup, method) or method == "name":
             raise ControllerError(
                 f"{spec.cls.__name__}.{method} cannot be registered: worker groups have an attribute {method!r}"
-                + ("; the group's shutdown calls a worker's shutdown without @register" * (method == "shutdown"))
+                + ("; remove @register: the group's shutdown calls this method on each worker" * (method == "shutdown"))
             )
 
 

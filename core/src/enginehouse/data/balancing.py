@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Entry = tuple[int, int]
-"""Load and number of a bag. A bag is a set of rows that go to the same part."""
+"""Total length and index of a bag. A bag is a set of rows that go to the same part."""
 
 
 def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]:

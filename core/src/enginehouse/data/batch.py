@@ -271,7 +271,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def clone(self) -> Batch:
-        """Copy all tensors. The copy does not keep memory of the object store or of a larger batch in use."""
+        """Copy all tensors. The copy is independent: it keeps no memory of a larger batch or of Ray's object store."""
         return self._map(torch.clone, memoize(torch.clone))
 
     def __copy__(self) -> Batch:

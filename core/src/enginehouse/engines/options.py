@@ -232,7 +232,7 @@ class RolloutOptions(EngineOptions):
     max_running: int = Field(1024, gt=0, description="Maximum number of completions generated at once")
 
     def gpus(self) -> int:
-        """Return the number of GPUs of a replica, for a run on GPUs."""
+        """Return the number of GPUs that a replica needs in a run on GPUs; 0 if it uses running servers."""
         return 0 if self.servers() else 1
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
@@ -255,7 +255,7 @@ class SplitRolloutOptions(RolloutOptions):
     tensor_parallel: int = Field(1, gt=0, description="Number of processes over which a replica's model is split")
 
     def gpus(self) -> int:
-        """Return the number of GPUs of a replica: one for each of its processes, or 0 if it uses running servers."""
+        """Return the number of GPUs that a replica needs: one for each process, or 0 if it uses running servers."""
         return 0 if self.servers() else self.tensor_parallel
 
     def check_model(self, config: Mapping[str, Any]) -> None:

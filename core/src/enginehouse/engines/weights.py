@@ -53,7 +53,7 @@ class WeightUpdateAborted(WeightSyncError):
 
 
 class LoanOver(WeightSyncError):
-    """The trainer has changed the weights that it lent, so nothing may be computed with them."""
+    """The trainer may have changed the weights that it lent to a replica, so the replica must not compute with them."""
 
 
 @dataclass(frozen=True, slots=True)

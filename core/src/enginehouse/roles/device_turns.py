@@ -6,8 +6,9 @@ State on the devices in each turn:
 * the rollout's turn: the rollout is awake, and the state of the training roles is in host memory;
 * the training roles' turn: their state is on the devices, and the rollout sleeps, without weights and caches.
 
-A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update changes back. During
-the update, both sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the update.
+A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update ends that turn.
+During the update, both sides hold only their weights on the devices. `wake_weights` and `hand_over` are parts of the
+update.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """
@@ -74,7 +75,8 @@ class DeviceTurns:
             self.train()
 
     def take_part(self, sync: WeightSync) -> None:
-        """Change turns within weight updates, and when returned replicas get weights."""
+        """Let `sync` change turns during weight updates, and let the fleet change turns when restarted replicas get
+        weights."""
         self._sync = sync
         if self.is_shared:
             sync.make_room, sync.hand_over = self.wake_weights, self.hand_over
@@ -167,9 +169,9 @@ class DeviceTurns:
                 log.info("at the end of the run: %s", first_line(error))
 
     def catch_up(self, returned: Members) -> None:
-        """Send the served weights to returned replicas, as `WeightSync.catch_up` does. Runs in another thread. Raises
-        `WeightSyncError` if the update failed, or other replicas generate and their caches take the memory of the
-        actor's weights."""
+        """Send the served weights to restarted replicas, as `WeightSync.catch_up` does. Runs in another thread. Raises
+        `WeightSyncError` if the update failed, or if other replicas generate, because their caches then use the memory
+        that the actor's weights need."""
         with self._sync.trainer_in_use():
             if self._fleet.has_serving:
                 raise WeightSyncError("other replicas generate now, and use the memory that the actor's weights need")
@@ -181,8 +183,8 @@ class DeviceTurns:
                 raise
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call. `time/turns` is the time of all changes of turn in seconds.
-        `turns/ROLE/freed_mib` is the maximum that the role's processes freed at once, in total, if known."""
+        """Return the metrics since the last call. `time/turns` is the total time of all changes of turn in seconds.
+        `turns/ROLE/freed_mib` is the most memory that one offload or sleep freed, summed over the role's processes."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

@@ -1,4 +1,7 @@
-"""Scores a row with transformers on a CPU, from a model's files. An engine with the same weights must agree."""
+"""Scores a row with transformers on a CPU, from a model's files.
+
+An engine with the same weights must give the row the same scores.
+"""
 
 from __future__ import annotations
 

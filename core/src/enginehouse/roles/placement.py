@@ -223,7 +223,7 @@ def _colocate(
 def _start_fleet(
     launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
 ) -> RolloutFleet:
-    """Start replicas in separate processes, in their own places or as guests in another role's places."""
+    """Start replicas in separate processes, with their own cores and GPUs or on the GPUs of the role `devices_of`."""
     gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:

@@ -25,11 +25,12 @@ class RolePlan:
         shares: role whose processes it shares; None: it has separate processes.
         devices_of: role with which it takes turns on that role's devices, from separate processes (see
             `enginehouse.roles.device_turns`); None: it takes no turns.
-        gpus: GPUs of each separate process, in a run on GPUs.
+        gpus: number of GPUs of each separate process, in a run on GPUs.
         env: environment variables of its processes, as the config has them.
         trained: True if the loop updates the role, so that it has state to save.
         transport: name of the weight transport from the actor; None: the role keeps its own weights.
-        effect_check_every: weight updates between effect checks against the actor; 0 for none.
+        effect_check_every: number of weight updates from one effect check against the actor to the next; 0: no effect
+            checks.
     """
 
     kind: Literal["train", "rollout"]
@@ -53,7 +54,7 @@ def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
 
 
 def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) -> str:
-    """Return the reason why a rollout engine cannot run in the actor's processes, however many; empty if it can.
+    """Return the reason why a rollout engine cannot run in the actor's processes, whatever their number; else empty.
 
     Args:
         record: record of the rollout's engine; None if unknown.

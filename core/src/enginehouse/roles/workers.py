@@ -114,7 +114,7 @@ class TrainWorker(Worker):
         All ranks take the same number of steps. A rank without rows of a mini-batch takes part with an empty batch.
 
         Args:
-            batch: `input_ids`, `loss_mask` and the loss's columns, except those that `fill_defaults` adds. With several
+            batch: `input_ids`, `loss_mask` and the columns that the loss reads; `fill_defaults` adds some. With several
                 mini-batches also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
             first_loss: loss for the first optimizer step, for example to measure the weights before they change. None:
                 the first step uses `loss` too.
@@ -152,7 +152,7 @@ class TrainWorker(Worker):
 
     @register
     def connect_weights(self, plan: TransferPlan) -> str:
-        """Open this rank's end of a weight transport instead of an open end, and return its address."""
+        """Open this rank's side of a weight transport, and return its address. Close a side that is open already."""
         self.close_weights()
         host = plan.host or self.context.node
         plan = dataclasses.replace(plan, host=host)
@@ -165,7 +165,7 @@ class TrainWorker(Worker):
         """Send the current weights as `version`.
 
         Returns:
-            Checksums of parameters, or of their parts, before they left; empty on a rank that does not send.
+            Checksums of the parameters, or of their parts, as they were sent; empty on a rank that does not send.
         """
         if self._session is None:
             raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
@@ -274,7 +274,7 @@ class RolloutWorker(Worker):
     Args:
         model: model to load. Its weights are version 0.
         options: options of the engine, which its options class checks.
-        replica: number of this replica; None: its rank.
+        replica: number of this replica; None: the rank of this process.
         takes_turns: True if other roles take turns with it on its devices.
     """
 
@@ -357,7 +357,8 @@ class RolloutWorker(Worker):
     async def draw(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> AnswerBatch:
         """Begin requests, and return the requests that ended since the last call, at least one if any is in progress.
 
-        A further call releases this call, which then returns nothing, and gets the ended requests.
+        If `draw` is called again while this call waits, this call returns an empty result, and the new call returns the
+        ended requests.
 
         Args:
             requests: requests to answer from verified weights, as in `generate`; may be empty.
@@ -395,10 +396,10 @@ class RolloutWorker(Worker):
 
     @register(urgent=True)
     async def connect_weights(self, plan: TransferPlan, receiver: int | None = None) -> None:
-        """Open this replica's end of a weight transport instead of an open end.
+        """Open this replica's side of a weight transport. Close a side that is open already.
 
         Args:
-            receiver: place of the replica among the plan's receivers; None: its number.
+            receiver: index of the replica among the plan's receivers; None: the replica's number.
         """
         place = self.replica if receiver is None else receiver
         self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", place))

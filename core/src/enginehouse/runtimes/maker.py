@@ -25,7 +25,7 @@ class RuntimeMaker:
     """A process that makes a runtime.
 
     Attributes:
-        since: time at which the process began, in seconds since the epoch.
+        since: time at which the process began to make the runtime, in seconds since the epoch.
         step: process id of its current command, which is also the id of the command's process group; 0: no command.
         step_created: creation time of the command's process. It identifies the process, because a later process may
             have the same id.

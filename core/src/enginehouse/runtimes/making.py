@@ -146,7 +146,7 @@ def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
 
 
 def _has_pip_for_others() -> bool:
-    """Return True if the pip of this environment can install into another environment, which then needs no pip."""
+    """Return True if this environment's pip can install into another environment, so that the other needs no pip."""
     from packaging.version import Version
 
     version = installed_version("pip")

@@ -95,7 +95,8 @@ def check_interpreter(python: str) -> ProbeResult:
 
 
 def worker_command(python: str, recipe: RuntimeRecipe) -> list[str]:
-    """Return the command that runs all imports of a worker in a runtime. `PYTHONPATH` must contain an overlay."""
+    """Return the command that runs all imports of a worker in a runtime. Run it with the path of `make_overlay()` in
+    `PYTHONPATH`, so that it finds core and the plugins."""
     return [python, "-P", "-c", WORKER, recipe.engine, recipe.prepare]
 
 

@@ -63,7 +63,7 @@ class WeightReceiver:
         self.serving.set()
 
     def connect(self, plan: TransferPlan, session: TransportSession) -> None:
-        """Use `session` for further updates. It may repeat an aborted version."""
+        """Use `session` for further updates. The next update may have the version of an update that was aborted."""
         self.close()
         self._aborted = -1
         self._plan, self._session = plan, session

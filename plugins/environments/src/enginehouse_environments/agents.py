@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIMIT = "limit"
-"""Finish reason of an episode whose agent raised an error after a limit."""
+"""Finish reason of an episode whose agent raised an error after the episode had reached a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,10 @@ class RecordedAgents:
         return await context.each(play)
 
     def _warn(self, requested: float | None, configured: float) -> None:
-        """Warn once that tokens of another temperature are not trained on. A greedy validation does not count."""
+        """Warn once that tokens requested at another temperature than the run's are not trained on.
+
+        There is no warning in a validation that samples greedily.
+        """
         if requested is None or not configured or self._warned:
             return
         self._warned = True
@@ -248,7 +251,7 @@ async def score_value(returned: Any, task: Task, context: EpisodeContext, last: 
 
 @dataclass(frozen=True, slots=True)
 class _Stopped:
-    """Replaces the value of an agent that raised an error after a limit."""
+    """Stands for the value of an agent that raised an error after the episode had reached a limit."""
 
     limit: str
 

@@ -1,4 +1,7 @@
-"""An example agent with only `openai`: it sends a question and a tool to the model, runs the tool, and repeats."""
+"""An example agent that needs only the package `openai`.
+
+It sends a question and a calculator tool to the model, runs the calls of the answer, and repeats until there are none.
+"""
 
 from __future__ import annotations
 

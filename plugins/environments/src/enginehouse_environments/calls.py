@@ -130,7 +130,7 @@ def _make_format(name: str, schemas: Schemas, in_thought: bool) -> CallFormat:
 
 
 def _read_declared(template: ChatTemplate, text: str) -> tuple[str, list[Function], list[str]]:
-    """Read calls by the declaration in the tokenizer's `response_template`."""
+    """Read calls as the tokenizer's `response_template` describes them."""
     try:
         message = template.tokenizer.parse_response(text, prefix=template.begin, tools=template.tools)
         functions = [_read_function(call.get("function", call)) for call in message.get("tool_calls") or ()]
@@ -220,8 +220,11 @@ FORMATS: dict[str, Callable[[str, Schemas], Iterator[_Span]]] = {
 
 
 def _read_enclosed(text: str, begin: int, close: str) -> tuple[Function | str, int]:
-    """Return the function, or the problem, of the JSON between `begin` and `close` or the end of the text, and where it
-    ends."""
+    """Read the JSON from index `begin` to the text `close`, or to the end of the text.
+
+    Returns:
+        The function, or a description of its problem; and the index where the call ends.
+    """
     try:
         value, end = _read_json(text, begin)
         following = text[end:].lstrip()

@@ -97,7 +97,10 @@ class ChatTemplate:
         return self._special_texts.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of an answer with a tool call, without its closing; empty if the template writes no calls."""
+        """Return the text of an answer with a tool call, without the text that closes the answer.
+
+        The text is empty if the template writes no calls.
+        """
         try:
             question = self._render([_QUESTION], False)
             answer = self._render([_QUESTION, _call_message(name, arguments)], False)
@@ -119,7 +122,7 @@ class ChatTemplate:
         """Return the text after an answer. Before a tool's result, the answer contains calls, if possible.
 
         Some templates otherwise reject a tool's message or write it differently, and some accept only one call. The
-        text that closes the answer is that of an answer without calls.
+        text that closes the answer is rendered without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for answered in filter(None, (results, results[:1])):
@@ -173,8 +176,8 @@ def _call_message(
 class Dialogue:
     """A chat with the policy.
 
-    It begins with `messages`. `tokens` are their tokens with those that begin an answer, if they are known
-    (`Task.prompt_ids`).
+    It begins with `messages`. `tokens` are the tokens of these messages and of the text that begins an answer, if they
+    are known (`Task.prompt_ids`).
     """
 
     def __init__(

@@ -351,7 +351,10 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection with a time limit for its request. Of too many connections, the longest idle one is closed."""
+    """A connection with a time limit for its request.
+
+    If there are too many connections, the connection that has been idle longest is closed.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -97,8 +97,8 @@ class Tool:
         return ToolError(message)
 
     async def _run(self, arguments: Mapping[str, Any]) -> tuple[str, BaseException | None]:
-        """Return the result and the exception. A task must not raise it, because some exceptions would end the event
-        loop."""
+        """Return the result and the exception, if any. It is returned and not raised, because some exceptions would end
+        the event loop if a task raised them."""
         try:
             if inspect.iscoroutinefunction(self._function):
                 return _write_result(await self._function(**arguments)), None

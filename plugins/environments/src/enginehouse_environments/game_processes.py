@@ -1,6 +1,7 @@
-"""Plays games in this process, or in others, in which slow steps delay nobody and a crash costs few games.
+"""Plays games in this process or in other processes.
 
-A process receives all steps that arrived while it was busy at once.
+In other processes, slow steps do not delay the run, and a crash ends only the games of one process. Steps that arrive
+while a process is busy are sent to it together afterwards.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The game and its texts, as in `Gym`. May be sent to other processes."""
+    """The arguments of `Gym` that define the game and its texts. May be sent to other processes."""
 
     id: str
     make: Mapping[str, Any] = field(default_factory=dict)

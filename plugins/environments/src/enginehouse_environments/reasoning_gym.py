@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
 
 FIRST_UNNUMBERED = 1_000_000_000
-"""Index of the entry for the first row without a number, so that no training row equals a numbered held-out row."""
+"""Smallest index of an entry for a row without an index. Held-out rows with a smaller index thus have other entries."""
 
 TasksArgument = Annotated[list[str | dict[str, Any]], Field(min_length=1)]
 
@@ -37,8 +37,8 @@ class ReasoningGym:
         tasks: names of tasks; or mappings of a `name`, a `weight` (default 1), the `level` of its curriculum (for all
             its attributes, or by attribute), and the task's own parameters.
         seed: the seed of all tasks.
-        index: column with the number of a row's entry. Rows without it get entries by their serial numbers, which
-            differ from those of all rows with a number below 1,000,000,000.
+        index: column with the index of a row's entry. A row without an index gets an entry by its serial number, at an
+            index of at least 1,000,000,000.
         system_prompt: name of a system prompt of `reasoning_gym`, which asks for the answer between `<answer>` tags; or
             your own text; None: no system prompt.
         answer: `tagged` scores the text between the last tags, `whole` the whole response.
@@ -93,7 +93,7 @@ class ReasoningGym:
         return await SingleTurn().run(question_task, policy, _OwnScores(context, score))
 
     def _read_index(self, task: Task) -> int:
-        """Return the number of the task's entry."""
+        """Return the index of the task's entry."""
         index = task.columns.get(self._index)
         if index is None:
             return FIRST_UNNUMBERED + task.serial
@@ -106,7 +106,7 @@ class ReasoningGym:
 
 
 class _OwnScores:
-    """The context of a run with the environment's own scores."""
+    """The context of a run, except that `score` is the environment's own function."""
 
     def __init__(self, context: EpisodeContext, score: Any):
         self.samples, self.most_tokens = context.samples, context.most_tokens
@@ -217,7 +217,7 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
 
 
 def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None, config_class: type) -> Any:
-    """Return the config of a level of the task's curriculum, or the task's default config for None."""
+    """Return the config of a level of the task's curriculum, or the task's default config if the level is None."""
     if level is None:
         return config_class()
     if not package.has_curriculum(name):

@@ -89,14 +89,14 @@ class RecordedAnswer:
     followed: int = 0  # number of answers that follow it
 
     def path(self) -> list[RecordedAnswer]:
-        """Return the answers of its row, up to this one."""
+        """Return the answers of the row that contains this answer, from the row's first answer to this one."""
         path = [self]
         while (before := path[-1].before) is not None:
             path.append(before)
         return path[::-1]
 
     def tokens(self) -> list[int]:
-        """Return the tokens of its row, up to the end of this answer."""
+        """Return the tokens of the row that contains this answer, from the row's start to the end of this answer."""
         parts = [part for answer in self.path() for part in (answer.given, answer.completion.token_ids)]
         return [int(token) for part in parts for token in part]
 
@@ -308,7 +308,10 @@ class Recording:
             raise RequestRefused(400, str(error), param="messages") from error
 
     def _choose_sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
-        """Return the sampling parameters of an answer after `tokens` tokens, and count its maximum as generated."""
+        """Return the sampling parameters of answers after `tokens` tokens.
+
+        The maximum length of the answers counts as generated at once, so that concurrent requests keep the limit.
+        """
         defaults, limits = self._policy.sampling, self._limits
         most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]
         if limits.row_tokens is not None:
@@ -427,7 +430,8 @@ def _encode_content(message: Mapping[str, Any]) -> bytes:
 
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
-    """Return the answer that a message repeats: the one with its calls' ids, else one that nothing follows."""
+    """Return the answer that a message repeats. Prefer an answer with the same call ids, then an answer that no other
+    answer follows."""
     ids = _call_ids(message)
     candidates = [answer for answer in answers if ids and _call_ids(answer.message) == ids] or answers
     return next((answer for answer in candidates if not answer.followed), candidates[-1])

@@ -30,7 +30,7 @@ class TextArena(gymnasium.Env[str, str]):
         return self._observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take a turn. Only the last turn has a reward, that of the whole game."""
+        """Take a turn. Only the last turn has a reward, which is the reward of the whole game."""
         is_over, info = self._game.step(action)
         rewards = self._game.close()[0] if is_over else None
         return self._observe(), float((rewards or {}).get(0, 0.0)), is_over, False, dict(info)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of `state` by its names in the checkpoint: itself, or views of the parts on this rank."""
+    """Yield the tensors of `state` under their names in the checkpoint.
+
+    Of a tensor of fused experts, yield one view for each expert that this rank holds.
+    """
     for name, tensor in state.items():
         for part in form.parts(name):
             if part.entry is None:
@@ -30,7 +33,7 @@ def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 def owners(name: str, tensor: torch.Tensor, part: StoredPart) -> tuple[int, ...]:
-    """Return the ranks that hold a part of the parameter `name`; empty: all."""
+    """Return the ranks that hold a stored part of the parameter `name`; empty if all ranks do."""
     if not isinstance(tensor, DTensor) or part.entry is None:
         return ()
     mesh, axis = tensor.device_mesh, _shard_axis(name, tensor)

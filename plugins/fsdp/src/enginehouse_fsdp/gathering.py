@@ -27,8 +27,8 @@ class Gathering:
     """Tensors that are being gathered.
 
     Attributes:
-        names: their names.
-        tensors: this rank's view of them; a tensor that is not a DTensor is whole already.
+        names: names of the tensors.
+        tensors: the tensors: DTensors, and tensors that every rank holds whole.
         alone: DTensors, by name, that this rank holds completely, so that nothing is gathered or copied.
         parts: by splitting axes, every rank's parts end to end, `(*ranks of each axis, elements)`.
         work: the communication that fills `parts`.

@@ -1,4 +1,4 @@
-"""An estimate of the memory of a rank of the `fsdp` engine, by arithmetic over a model's shape. Light to import."""
+"""An estimate of the memory of a rank of the `fsdp` engine, computed from a model's shape. Light to import."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
 
 
 def _adapter_parameters(options: FSDPOptions, shape) -> int:
-    """Return the number of parameters of adapters of all of a block's matrices."""
+    """Return the number of adapter parameters if all matrices of all blocks have adapters."""
     assert options.lora is not None
     sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)
     return shape.layers * options.lora.rank * sizes

@@ -54,7 +54,7 @@ class ShardedAdamW:
         )
 
     def count(self, weight: float) -> None:
-        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
@@ -91,7 +91,10 @@ class ShardedAdamW:
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return both live moments of each parameter, sharded like the parameter, by `"exp_avg.name"` and so on."""
+        """Return both live moments of each parameter, sharded like the parameter.
+
+        Their names are `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`.
+        """
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]

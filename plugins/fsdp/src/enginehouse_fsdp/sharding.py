@@ -187,7 +187,7 @@ def _shard(
 
 
 def _load(model: PreTrainedModel, spec: ModelSpec, holding: Holding) -> None:
-    """Read each parameter's own part from the checkpoint's files; collective."""
+    """Read this rank's part of each parameter from the checkpoint's files; collective."""
     import torch.distributed.checkpoint as dcp
 
     path = Path(spec.path)

@@ -110,7 +110,7 @@ def _rule(name: str) -> str:
 
 
 def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
-    """Split an embedding that is tied to the output layer in the way that suits both, or not at all."""
+    """Split an embedding and an output layer that share a weight in the same way, or split neither."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is None:
         return
@@ -135,7 +135,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
 
 
 def _list_sizes(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield each size that the ranks must divide, after its description."""
+    """Yield the description and the value of each size that must be divisible by the number of ranks."""
     config = model.config.get_text_config()
     for name, style in plan.items():
         layer = name.rpartition(".")[2]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
-"""The axes, outermost first: the order `tp-cp-ep-dp-pp` of megatron-core, which counts the first axis fastest."""
+"""The axes, outermost first. This is megatron-core's order `tp-cp-ep-dp-pp`, which names the innermost axis first."""
 
 
 def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:

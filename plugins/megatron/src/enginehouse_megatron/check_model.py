@@ -92,7 +92,7 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
 
 
 def check_router(config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if a model gives each token's only expert the weight 1; megatron-core has no such router."""
+    """Raise `ModelError` if a model sends each token to one expert with weight 1; megatron-core has no such router."""
     weighs_one = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
     if config.get("num_experts_per_tok") == 1 and weighs_one:
         raise ModelError(
@@ -102,7 +102,7 @@ def check_router(config: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a config's rotary embeddings, with defaults of kind and base."""
+    """Return the settings of a config's rotary embeddings, with defaults for the kind and the base."""
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))

@@ -34,7 +34,7 @@ from enginehouse_torch.modeling.ranks import Ranks
 
 WRITTEN_LAST = "metadata.json"
 DESCRIPTION = "enginehouse"
-"""Key of the description of its content that a checkpoint stores."""
+"""Key under which a checkpoint stores the description of its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ _restore_without_step()
 
 
 def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
-    """Return the description of its content that a checkpoint stores.
+    """Return the description that a checkpoint stores of its content.
 
     Raises:
         CheckpointError: There is no checkpoint, or it lacks a part or is of another model.

@@ -75,7 +75,7 @@ class MegatronWorkerGroup(WorkerGroup):
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, and so of entries of an argument of a `megatron_compute` call."""
+        """Number of data-parallel ranks. Each argument of a `megatron_compute` call must have as many entries."""
         return self.layout.shards
 
     def _count_ranks(self, axis: str) -> int:

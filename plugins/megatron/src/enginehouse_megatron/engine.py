@@ -214,7 +214,7 @@ class MegatronEngine:
         return checkpoints.CheckpointContent(self._models, training, parts, shape)
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory that holds everything the model's own one has (`Holding`); collective."""
+        """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""
         directory, source = Path(path), Path(self._spec.path)
         weights = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))

@@ -39,10 +39,11 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{expert}", torch.nn.Parameter(weight))
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
-        """Apply each expert's layer to its tokens, of which `counts` has the numbers.
+        """Apply each expert's layer to its tokens.
 
         Args:
             tokens: `(tokens, input_size)`, grouped by expert.
+            counts: Number of tokens of each expert.
 
         Returns:
             `(tokens, output_size)`, and no bias.

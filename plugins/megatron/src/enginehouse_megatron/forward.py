@@ -95,7 +95,8 @@ class StagePasses:
         """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
-            Metrics, and the weight that divides the sum for its mean; on other stages than the last, nothing and 0.
+            Metrics, and the weight by which the sum is divided for its mean. On other stages than the last, no metrics
+            and 0.
         """
         check_outputs(self.has_values, loss.outputs)
         if loss.name not in self._losses:
@@ -202,9 +203,10 @@ class StagePasses:
         return output
 
     def _select_own(self, packed: Packed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return this context-parallel rank's tokens, the positions that predict its needed tokens, and their numbers.
+        """Return the input tokens of this context-parallel rank, and the needed tokens that it predicts.
 
-        There is at least one predictor, so that an output layer always has something to do.
+        Needed tokens are given by their predicting positions among the rank's tokens, and by their indices in
+        `packed.needed`. There is at least one position, so that an output layer always has something to do.
         """
         size, rank = self._context.size(), self._context.rank()
         tokens, predictor, numbers = packed.tokens, packed.predictor, np.arange(len(packed.predictor))
@@ -246,7 +248,10 @@ class StagePasses:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks that all use it in the same way, so that each rank's gradient goes only to its own part."""
+    """A sum over ranks. In the backward pass, each rank gives the gradient of the sum to its own term, not summed.
+
+    This is right because all ranks compute the same loss from the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, column: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

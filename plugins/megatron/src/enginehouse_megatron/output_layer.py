@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
-    """Give the output layer only the positions that `only_at` names, from all ranks that share a sequence's tokens.
+    """Give the output layer only the hidden states at the positions that `only_at` names.
 
-    It gets whole rows of the hidden state, as without sequence parallelism, but only a few of them.
+    With sequence parallelism, the hidden states are first gathered from the ranks that share a sequence's tokens.
     """
     if not model.post_process:
         return

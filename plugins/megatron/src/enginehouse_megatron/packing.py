@@ -22,7 +22,7 @@ class Packed:
     """The rows of a micro-batch, end to end.
 
     Attributes:
-        rows: Numbers of the batch's rows, ascending; None if this rank runs only because other ranks run.
+        rows: Indices of the batch's rows, ascending; None if this rank runs only because other ranks run.
         lengths: Lengths of the sequences in tokens, perhaps with a sequence of padding at the end.
         tokens: Index into the batch's flat tokens for each input position; -1 for padding.
         predictor: For each needed token, the input position whose output predicts it.

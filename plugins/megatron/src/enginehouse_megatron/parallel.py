@@ -19,7 +19,7 @@ _users: list[dict[str, int]] = []
 
 
 def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int = 1) -> None:
-    """Make the process groups of a layout (`axis_sizes`), or share those of another role in this process; collective.
+    """Make the process groups of a layout (`axis_sizes`), or use those that another role made here; collective.
 
     Raises:
         ConfigError: A role that shares these processes has another layout.

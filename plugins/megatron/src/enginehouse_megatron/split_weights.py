@@ -80,7 +80,10 @@ class SplitWeights:
     def _iter_whole(
         self, stage: int, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors of a stage on every rank; `parts` are this rank's, or None if it is on another stage."""
+        """Yield whole tensors of a stage on every rank.
+
+        `parts` are this rank's parts of the tensors; None if the rank is on another stage.
+        """
         sizes = [math.prod(stored.shape) for stored in tensors]
         buffer = torch.empty(sum(sizes), dtype=self.dtype, device=self.mapped[0].parameter.device)
         wholes = [flat.view(stored.shape) for stored, flat in zip(tensors, buffer.split(sizes), strict=True)]
@@ -93,7 +96,8 @@ class SplitWeights:
     def _join(
         self, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """Fill whole tensors from the parts of the ranks that split or hold them; collective over these ranks."""
+        """Fill the whole tensors: gather the parts of split tensors, and copy unsplit tensors from the ranks that hold
+        them. Collective over the tensor-parallel and expert-parallel groups."""
         split, dealt = [], []
         for stored, part, whole in zip(tensors, parts, wholes, strict=True):
             if stored.split is not None and self._tensor.size() > 1:
@@ -111,7 +115,7 @@ class SplitWeights:
 
 
 def _exchange(own: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Copy every rank's own tensors to that rank's places, on every rank; collective, unless there are none."""
+    """All-gather: copy each rank's own tensors into `places[rank]` on every rank. Does nothing if no rank has any."""
     longest = max(sum(place.numel() for place in of_rank) for of_rank in places)
     if not longest:
         return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class BufferedTraining:
-    """Trains a rank's parts of the model, from `build.callable_part`. Their parameters become views of buffers.
+    """Trains a rank's parts of the model, as `build.callable_part` returns them. Parameters become views of buffers.
 
     Args:
         own_weights: Returns this rank's part of each weight by its Hugging Face name.
@@ -78,7 +78,7 @@ class BufferedTraining:
             yield
 
     def count(self, weight: float) -> None:
-        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
@@ -136,7 +136,7 @@ class BufferedTraining:
         ]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Return this rank's moments, and its float32 copy of half-precision parameters, else views of parameters."""
+        """Return this rank's moments and float32 values: copies of half-precision parameters, views of all others."""
         groups = [group for optimizer in self.optimizer.chained_optimizers for group in optimizer.param_groups]
         tensors: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
         return tensors + [value for state in self._iter_states() for value in state.values() if torch.is_tensor(value)]

@@ -37,7 +37,8 @@ class StoredTensor:
         name: Name in the checkpoint.
         shape: Whole shape.
         split: Dimension by which tensor parallelism splits the tensor; None: every rank has the whole tensor.
-        holder: Among the ranks that divide experts, the rank that has this expert's tensor; None: not an expert's.
+        holder: Rank that holds the tensor of an expert, counted among the ranks that divide the experts; None: the
+            tensor does not belong to an expert.
     """
 
     name: str
@@ -46,7 +47,7 @@ class StoredTensor:
     holder: int | None = None
 
     def find_region(self, rank: int, size: int) -> tuple[slice, ...]:
-        """Return the part of rank `rank` of `size`: a block, smaller for the last ranks if the split is uneven."""
+        """Return the part that rank `rank` of `size` ranks holds: a block, smaller for the last ranks if uneven."""
         whole = [slice(0, length) for length in self.shape]
         if self.split is not None:
             length = self.shape[self.split]
@@ -71,7 +72,7 @@ class MappedParameter:
 
 
 class ModelFiles:
-    """The safetensors files of a model directory, read by parts. Tensors in `made` need not be in the files."""
+    """The safetensors files of a model directory, read by parts. Tensors in `made` replace tensors of the files."""
 
     def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open
@@ -130,7 +131,10 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
 
 
 def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
-    """Return the number in a name plus `first`, this rank's first number; None if the name has no number."""
+    """Return the model-wide number of the layer or expert in a parameter's name; None if the name has no such number.
+
+    Names count from 0 on each rank. `first` is the model-wide number of this rank's first layer or expert.
+    """
     number = pattern.search(name)
     return None if number is None else first + int(number.group())
 
@@ -150,7 +154,9 @@ def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -
 
 
 def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, rank: int, size: int) -> None:
-    """Read rank `rank`'s part of each weight, of `size` ranks that split matrices; rows without a token become 0.
+    """Read the part of each weight that rank `rank` holds of the `size` ranks that split matrices.
+
+    Rows of the vocabulary that stand for no token become 0.
 
     Raises:
         ModelError: A stored tensor has another shape than the model's config says, or is not finite.

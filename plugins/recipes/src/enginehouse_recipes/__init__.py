@@ -78,7 +78,7 @@ def recipe(name: str) -> Recipe:
 
 
 def needs(config: Mapping[str, Any]) -> list[str]:
-    """Return the names, of `TASKS` or of recipes, that a config starts from, in the order of its keys."""
+    """Return the tasks (`TASKS`) and recipes that a config starts from, by name, in the order of the config's keys."""
     paths = (Path(text) for section, values in config.items() if section != "run" for text in _iterate_texts(values))
     inside = [path.relative_to(DIRECTORY).parts for path in paths if path.is_relative_to(DIRECTORY)]
     return list(dict.fromkeys("/".join(parts[: 2 if parts[0] == "real" else 1]) for parts in inside))

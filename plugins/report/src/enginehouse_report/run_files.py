@@ -170,7 +170,7 @@ def _relative(path: Path) -> str:
 def facts(
     record: Mapping[str, Any], config: Mapping[str, Any], path: Path, metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return a run's facts as plain data, from its record, flattened config and metrics."""
+    """Return a description of a run as plain data, made from its record, its flattened config and its metrics."""
     status, remark = _status(record, path)
     earlier = _coerce(list, record.get("earlier"))
     before = [process for process in earlier if isinstance(process, Mapping)]

@@ -62,7 +62,7 @@ class LiveRun:
 
         Returns:
             `part` and `samples` as in a report, without the rows that the page has; `whole`: True if the page must
-            discard its rows, because these are all; and `next`.
+            discard its rows, because the reply contains all rows; and `next`.
         """
         with self._lock:
             self._refresh()

@@ -30,7 +30,10 @@ class RewardError(EnginehouseError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """The consequences of rows without a score: arguments of `RewardPool`, and the reward's name in errors, `label`."""
+    """Arguments of `RewardPool` that decide the consequences of rows without a score.
+
+    `label` is the reward's name in errors.
+    """
 
     label: str
     timeout_seconds: float
@@ -153,8 +156,8 @@ class ScoringBatch:
     def verdict(self) -> Exception | None:
         """Return the error that ends the batch now, or None.
 
-        After a failure that ends the run, rows are scored for the time of one more deadline. The advice in the message
-        depends on whether one row fails or many do.
+        After a failure that ends the run, further rows are scored for the time limit of one row, because the advice in
+        the message depends on whether one row fails or many do.
         """
         if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)

@@ -150,7 +150,7 @@ class RewardPool:
             self._awake.close()
 
     def _rest(self) -> None:
-        """Wait for rows, then check the processes."""
+        """Wait for rows, then replace idle processes that have ended."""
         self._awake.recv(WAKE_BYTES)
         self._take_submitted()
         if self._batches:

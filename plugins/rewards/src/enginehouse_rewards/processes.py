@@ -211,8 +211,8 @@ class RewardProcesses:
                 self._count_timeout(batch, output)
 
     def _blame(self, process: RewardProcess, failure: Failure, retry: bool = True) -> list[PendingRow]:
-        """Kill a process and find the row that is to blame. The row fails if it is certain to be the one. With `retry`,
-        a row is tried once more before it fails. Returns the rows that the process was scoring."""
+        """Kill a process and find the row that is to blame. That row fails, but only if no other row can be to blame.
+        With `retry`, it is tried once more before it fails. Returns the rows that the process was scoring."""
         begun, numbers = process.begun, list(process.outstanding)
         rows = self._remove(process)
         if process.style == "single":  # rows that were scored but not yet reported are scored again

@@ -251,7 +251,8 @@ class Judge:
                 task.add_done_callback(running.discard)
 
     def _make_threads(self) -> ThreadPoolExecutor:
-        """Return the executor of `asyncio.to_thread`: a thread for each row, and as many that may hang afterwards."""
+        """Return the executor of `asyncio.to_thread`. It has two threads for each concurrent row, because threads of
+        late rows may still hang when the next rows begin."""
         return ThreadPoolExecutor(2 * self._setup.concurrency)
 
     async def _score_async(self, row: Mapping[str, Any]) -> RowScore | Failure:

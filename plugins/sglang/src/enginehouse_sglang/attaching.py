@@ -63,7 +63,8 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
         )
     if int(settings.get("dp_size") or 1) > 1:
         raise ConfigError(
-            f"endpoint: the server at {url} must have dp_size 1, not {settings['dp_size']}; use one for each replica"
+            f"endpoint: the server at {url} must have dp_size 1, not {settings['dp_size']}; start one server for each "
+            "replica"
         )
     if not settings.get("enable_deterministic_inference"):
         log.warning(
@@ -73,7 +74,7 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _find_dtype(argument: str | None, spec: ModelSpec) -> str:
-    """Return the dtype of a server with this argument; `auto` is SGLang's choice for the model."""
+    """Return the dtype of a server with this argument `--dtype`; `auto` is SGLang's choice for the model."""
     if argument not in (None, "auto"):
         return str(argument)
     config = json.loads(Path(spec.path, "config.json").read_text())

@@ -36,7 +36,7 @@ class BatchGate:
 
     @asynccontextmanager
     async def enter(self, kind: Kind | None) -> AsyncIterator[None]:
-        """Wait until a kind is admitted, and stay inside for the length of the `with` statement."""
+        """Wait until a request of this kind may run. It counts as running until the `with` statement ends."""
         if kind is None:
             yield
             return

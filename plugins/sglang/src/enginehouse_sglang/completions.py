@@ -21,7 +21,7 @@ class PendingCompletion:
         versions: Weight versions of the first and the last token of each answer.
         reason: Finish reason; None until it ends.
         rows: Number of rows sent to SGLang.
-        aborted: True if this engine was asked to end it.
+        aborted: True if this engine was asked to abort the completion.
     """
 
     rid: str
@@ -73,7 +73,8 @@ class PendingCompletion:
         position in the sequence.
 
         Raises:
-            EnginehouseError: SGLang could not generate it, or another client ended it or changed the weights.
+            EnginehouseError: SGLang could not generate the completion, or another client ended it or changed the
+                weights.
         """
         info = answer["meta_info"]
         tokens = list(answer["output_ids"])[: max(sampling.max_tokens - len(self.tokens), 0)]
@@ -100,12 +101,12 @@ class PendingCompletion:
         return True
 
     def end(self, reason: str, served: int) -> None:
-        """Set the finish reason; a completion without tokens counts for the version that is served."""
+        """Set the finish reason. A completion without tokens gets the served version as its weight version."""
         self.reason, self.versions = reason, self.versions or [served]
 
 
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
-    """Return the `n` completions of a request, each with its own seed, or a single one if all would be the same.
+    """Return the `n` completions of a request, each with its own seed; only one completion if all would be the same.
 
     Each is a separate request to SGLang, which gives all samples of a seeded request the same tokens.
     """

@@ -122,7 +122,10 @@ class SGLangRollout:
         """Find this replica's server and give it the model's weights, since it may have another run's weights."""
         replica = int(context.labels.get("replica", context.rank))
         if replica >= len(options.endpoint):
-            raise ConfigError(f"endpoint must have a URL for replica {replica}, but has only {len(options.endpoint)}")
+            raise ConfigError(
+                f"endpoint must have a URL for each replica, but replica {replica} has none: the number of URLs is "
+                f"{len(options.endpoint)}"
+            )
         server = SGLangServer(options.endpoint[replica], self._where)
         settings = await attach(server, model)
         self._server = server

@@ -42,11 +42,11 @@ class SGLangFailed(EnginehouseError):
 class ServerProcess:
     """SGLang's server in a child process, which ends with this process, however that ends.
 
-    Its output goes to this process's standard error, and `died` is done once it has ended.
+    The server's output goes to this process's standard error. The future `died` is done once the server has ended.
 
     Args:
         arguments: Arguments of the server by SGLang's names without the dashes: `{"model_path": "..."}`.
-        environment: Variables that it gets in addition to this process's variables.
+        environment: Variables that the server gets in addition to this process's variables.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], where: str):
@@ -67,7 +67,8 @@ class ServerProcess:
             raise SGLangFailed(f"{where}: sglang's server could not be started: {self._not_started}")
 
     def _live(self, command: Sequence[str], environment: Mapping[str, str], started: threading.Event) -> None:
-        """Start the process and wait for its end. Linux ends it with the thread that started it, which is this one."""
+        """Start the process and wait for its end, both on one thread, because Linux ends the process with the thread
+        that started it."""
         libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()
 

@@ -218,7 +218,7 @@ class RequestQueue:
             await asyncio.sleep(0)
 
     async def _abort_sent(self, requests: Sequence[PendingRequest]) -> None:
-        """Tell SGLang to end requests until they have ended, because a request may still be on its way to SGLang."""
+        """Tell SGLang to end requests, and repeat that until they have ended, because some may not have arrived yet."""
         server = self._server()
         wait = ABORT_SECONDS
         while not all(pending.done.done() for pending in requests):

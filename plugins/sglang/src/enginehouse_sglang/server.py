@@ -102,15 +102,18 @@ class SGLangServer:
         await self._control("/continue_generation")
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free `"weights"` or `"kv_cache"`; the content is lost. The server ends if it generates, or has freed them."""
+        """Free `"weights"` or `"kv_cache"`; the content is lost.
+
+        Must not be called while the server generates, or if the parts are free already: the server would crash.
+        """
         await self._control("/release_memory_occupation", tags=list(parts))
 
     async def take_back(self, parts: Sequence[str]) -> None:
-        """Take released memory back. The server ends if it was not released."""
+        """Take released memory back. Must not be called if it was not released: the server would crash."""
         await self._control("/resume_memory_occupation", tags=list(parts))
 
     async def begin_update(self) -> None:
-        """Expect new weights."""
+        """Tell the server to expect new weights."""
         await self._control("/begin_weight_update")
 
     async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, label: str | None) -> None:
@@ -119,7 +122,7 @@ class SGLangServer:
         Args:
             tensors: Names and tensors; each tensor owns its memory.
             load_format: SGLang's name for the way to load them.
-            label: Name of the new weights, which drops keys and values; None if more tensors follow.
+            label: Name of the new weights; the server then drops cached keys and values. None if more tensors follow.
         """
         payload = await asyncio.to_thread(lambda: base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode())
         await self._control(
@@ -131,5 +134,5 @@ class SGLangServer:
         )
 
     async def end_update(self) -> None:
-        """Expect no more weights."""
+        """Tell the server that no more weights will come."""
         await self._control("/end_weight_update")

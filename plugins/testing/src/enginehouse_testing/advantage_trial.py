@@ -34,7 +34,7 @@ class AdvantageTrial(Trial):
 
 
 def by_token(credited: Batch, batch: Batch) -> torch.Tensor:
-    """Return the advantages of all tokens that count, end to end, float64."""
+    """Return the advantages of all tokens that count, concatenated over the rows, float64."""
     column, mask = credited["advantages"], batch.ragged("loss_mask")
     values = column.values if isinstance(column, Ragged) else column[mask.row]
     return values[mask.values].double()

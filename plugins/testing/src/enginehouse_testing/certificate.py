@@ -21,7 +21,7 @@ Outcome = Literal["passed", "failed", "warning", "not declared", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One check at one layout.
+    """The result of one check at one layout.
 
     Attributes:
         name: the check's name.
@@ -51,10 +51,11 @@ class Certificate:
         backend: the record's name.
         checks: results, in the order of the run.
         finished: False until all chosen checks have run.
-        whole: False if only some checks or layouts were chosen. Such a certificate never says `passed`.
+        whole: False if only some checks or layouts were chosen. `passed` is then False.
         kind: the record's kind: `"train"`, `"loss"`, ...
         runtime: versions of the engine's dependencies, if it ran in its own Python environment; else empty.
-        device: the engine's device, except in checks for GPUs only; empty for a record that is no engine.
+        device: device on which the engine ran, except in checks that run only on GPUs; empty for a record that is no
+            engine.
         depends: additional distributions whose installed versions the certificate lists.
         origin: the record's distribution and the digest of its code, or None if unknown.
         commit: commit of the checkout that contains the code, or None.
@@ -85,8 +86,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed at every declared capability and layout. Checks that need a missing GPU, or do not
-        run with the model, do not count."""
+        """True if all checks of the declared capabilities passed at every declared layout. Checks that could not run,
+        because they need a missing GPU or another model, do not count."""
         return self.clean and self.whole
 
     def as_json(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Certificate:
 
 
 def row(check: Result) -> tuple[str, ...]:
-    """Return the cells of a result in a table, without its detail."""
+    """Return the table cells of a result, without its detail."""
     measured = "" if check.measured is None else f"{check.measured:.2g}"
     tolerance = "" if check.measured is None else "exact" if check.tolerance == 0 else f"{check.tolerance:g}"
     return check.name, check.capability, check.layout, measured, tolerance, check.outcome

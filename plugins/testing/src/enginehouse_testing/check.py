@@ -114,8 +114,8 @@ class Check:
 class RolloutCheck(Check):
     """One property of a rollout engine. Its only act gets a replica that serves `model`, at rest and not paused.
 
-    The act gets the replica of the previous check if that replica served the same model. From earlier checks, only the
-    weight version remains.
+    The act gets the replica of the previous check if that replica served the same model. Earlier checks leave no trace
+    in the replica except its weight version, which they may have increased.
 
     Attributes:
         model: name of the served model in `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
@@ -137,7 +137,8 @@ class RolloutCheck(Check):
 class Checks(list[Check]):
     """The checks of a module, in the order in which its functions are decorated.
 
-    Call a check as the decorated function, without a leading underscore. The function's docstring is the claim.
+    A check gets the name of the decorated function, without a leading underscore. The function's docstring becomes the
+    check's claim.
 
     Args:
         cls: class of the checks made from the functions: `Check` or `RolloutCheck`.
@@ -172,7 +173,7 @@ def _judge_value(judge: Callable[..., Measured], seen: Sequence[Seen], **argumen
 
 
 def own_judgement(seen: Sequence[Seen]) -> Measured:
-    """Return the result of an act that judges itself. A returned text describes a mistake, unless it is empty."""
+    """Return the result of an act that judges itself. If the act returned a text, an empty text means no mistake."""
     value: Measured | str = seen[0].value
     if isinstance(value, Measured):
         return value

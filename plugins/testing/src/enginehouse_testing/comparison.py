@@ -49,7 +49,7 @@ def relative_to_norm(tensors: Tensors, right: Tensors) -> Measured:
 
 
 def same_bits(tensors: Tensors, right: Tensors, what: str) -> Measured:
-    """Return the number of tensors that differ in a bit."""
+    """Return the number of tensors that differ in at least one bit."""
     if difference := mismatch(tensors, right):
         return wrong(f"{what}: {difference}")
     differing = [

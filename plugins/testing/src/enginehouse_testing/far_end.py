@@ -70,7 +70,10 @@ def _answer(answers: Connection, seconds: float) -> Any:
 
 @contextlib.contextmanager
 def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Connection]:
-    """Start the process with the receivers. It first answers whether it is connected, then what arrived."""
+    """Start the process with the receivers, and yield a connection to it.
+
+    The process first sends whether its receivers are connected, then what they received.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_receive, args=(link, plan, another_host, theirs), daemon=True)

@@ -35,7 +35,8 @@ class LossTotals:
 
     Attributes:
         metrics: metrics as they would be logged.
-        gradient: gradient of the total by the output that the loss depends on, `(tokens,)`; 0 if there is none.
+        gradient: gradient of the total with respect to the output that the loss depends on, `(tokens,)`; 0 if the total
+            has no gradient.
     """
 
     total: float
@@ -105,7 +106,7 @@ class LossTrial(Trial):
         return LossTotals(total, weight, metric_values(merge_metrics(metrics)), torch.cat(gradients))
 
     def gradient(self, view: TokenView, value: LossValue) -> torch.Tensor:
-        """Return the gradient of the total by the output that the loss depends on."""
+        """Return the gradient of the total with respect to the output that the loss depends on."""
         output = view.outputs[self.record.output]
         if not value.total.requires_grad:
             return torch.zeros(output.shape)

@@ -57,7 +57,7 @@ class ModelUnderTest:
 
 
 def folder_of(label: str) -> str:
-    """Return a folder name for the files of a model, made of its title and dtype, from its label."""
+    """Turn a model's label into a folder name for the model's files."""
     return "-".join(re.findall(r"[\w.]+", re.sub(r" \(.*\)", "", label)))
 
 

@@ -73,7 +73,7 @@ def tiny_model(
 
 @functools.cache
 def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_positions: int = 128) -> str:
-    """Return the directory of a tiny fp32 Qwen3 mixture of experts, with heads of 32 and two experts per token."""
+    """Return the directory of a tiny fp32 Qwen3 mixture of experts: heads of 32 dimensions, two experts per token."""
     from transformers import Qwen3MoeConfig
 
     cls: Any = Qwen3MoeConfig  # its stub lacks `head_dim`
@@ -120,7 +120,7 @@ def _save(model: Any, prefix: str, tokenizer: Any = None) -> str:
 
 @functools.cache
 def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> str:
-    """Return a copy of a model's directory in which the stored tensor `name` has another value at an index."""
+    """Return a copy of a model's directory in which the element `place` of the stored tensor `name` is `value`."""
     weights = stored_tensors(model)
     weights[name][place] = value
     return _copy(model, weights, "altered-")
@@ -128,7 +128,7 @@ def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> 
 
 @functools.cache
 def with_value_head(model: str) -> str:
-    """Return a copy of a model's directory with a value head, whose values are of the size of 1."""
+    """Return a copy of a model's directory with a value head, whose values have a magnitude of about 1."""
     import torch
 
     weights = stored_tensors(model)

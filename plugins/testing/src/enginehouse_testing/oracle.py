@@ -100,14 +100,14 @@ class Oracle:
         return total / counted
 
     def gradients(self, batch: Batch) -> tuple[float, Weights]:
-        """Return the loss, and its gradient by parameter, as a checkpoint stores them."""
+        """Return the loss, and the gradient of each parameter, with names and shapes as in a checkpoint."""
         names, parameters = zip(*self.named_parameters(), strict=True)
         loss = self.loss(batch)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
         return float(loss.detach()), self._stored(gradients)
 
     def _stored(self, weights: Weights) -> Weights:
-        """Separate experts that transformers runs as one tensor."""
+        """Rename and split tensors as in a checkpoint: transformers runs all experts of a layer as one tensor."""
         from transformers.core_model_loading import revert_weight_conversion
 
         stored: Weights = revert_weight_conversion(self.model, weights)

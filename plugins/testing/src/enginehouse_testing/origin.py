@@ -88,7 +88,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def required_plugins(record: Record) -> list[str]:
-    """Return the distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
+    """Return the distributions of the other plugins that a record's plugin requires. Nothing of them is imported."""
     return [plugin.distribution for plugin in _requirements(_owner(record, _modules(record)))]
 
 
@@ -133,7 +133,10 @@ def _requirements(owner: Plugin | None) -> list[Plugin]:
 
 
 def _package(module: str) -> str:
-    """Return the package of a module's code: the folder of a module of core, else the top package."""
+    """Return the package whose files count as a module's code.
+
+    For a module of core, it is the package that contains the module; for all others, the top-level package.
+    """
     top, _, rest = module.partition(".")
     return module.rpartition(".")[0] if top == "enginehouse" and rest else top
 

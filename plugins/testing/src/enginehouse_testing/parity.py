@@ -1,7 +1,7 @@
 """Compares the logprobs that a rollout engine reports for its tokens with those that the actor computes for them.
 
 Both engines start as in a run of the config, and get the same weights by one verified update. Nothing is trained. The
-metrics are those of `enginehouse_rl.steps.mismatch`, and the distribution of the difference.
+report has the metrics of `enginehouse_rl.steps.mismatch` and the distribution of the differences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenDifference:
     """A token, and its logprobs by the rollout engine and by the training engine.
 
     Attributes:
-        row: number of the sample.
+        row: index of the sample.
         position: position of the token in the sample, prompt included.
         token: the token's id.
     """
@@ -73,7 +73,8 @@ class Parity:
         ratio: mean importance ratio, exp(train - rollout).
         sequence_ratio: mean over samples of the ratio of the whole sample.
         outside: fraction of the tokens whose ratio is out of bounds (`mismatch.RATIO_BOUND`).
-        histogram: numbers of tokens up to each edge `10 ** DECADES[i]`, and above all edges.
+        histogram: number of tokens in each interval of the difference. The intervals end at `10 ** DECADES[i]`; one
+            more has no upper end.
         worst: the tokens that differ most, the worst first.
     """
 
@@ -98,7 +99,7 @@ class Parity:
             samples: columns `input_ids`, `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version` as the
                 rollout returned them.
             logprobs: the training engine's logprobs, float32, aligned with `input_ids`.
-            version: the weight version that both must have.
+            version: the weight version that both engines must have.
 
         Raises:
             EnginehouseError: there is nothing to compare, or a sample has another version.
@@ -191,9 +192,10 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
 
     Args:
         plan: the checked config.
-        prompts: number of training prompts, from the file's first; each gets `rollout.samples_per_prompt` samples.
+        prompts: number of prompts, from the beginning of the training file. Each prompt gets
+            `rollout.samples_per_prompt` samples.
         tolerance: largest mean absolute difference; None: the value in `MEAN_DIFFERENCES` for the model's dtype.
-        model: the model's name in the report; empty: its directory's.
+        model: the model's name in the report; empty: the name of its directory.
 
     Raises:
         EnginehouseError: an engine could not be started or called, or could not get the weights.

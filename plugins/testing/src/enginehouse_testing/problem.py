@@ -36,12 +36,11 @@ UNUSED_ID = 6
 
 
 def model_path(name: str) -> str:
-    """Return the directory of a tiny model: `"tied"` in Qwen3's shape, `"untied"` in Llama's, or `"experts"`.
+    """Return the directory of a tiny model. A name that is none of these is the directory of a user's model.
 
-    Any other name is itself the directory, of a user's model.
-
-    Each dimension is a multiple of 4. `"edge"` is the untied model with `HUGE` as one weight, in the embedding of
-    `UNUSED_ID`; `"tied critic"` is the tied model with a value head.
+    The models are `"tied"` (Qwen3 architecture), `"untied"` (Llama) and `"experts"`. `"edge"` is the untied model with
+    `HUGE` as one weight, in the embedding of `UNUSED_ID`. `"tied critic"` is the tied model with a value head. Each
+    dimension is a multiple of 4.
     """
     if name in CRITICS:
         return with_value_head(model_path(name.removesuffix(" critic")))

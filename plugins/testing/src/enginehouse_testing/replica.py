@@ -141,7 +141,7 @@ class ReplicaTrial:
         ]
 
     async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """Start a request, and return once it has some tokens, as a later, shorter request shows by ending."""
+        """Start a request, and return once it has some tokens: once a shorter request that came later has ended."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -181,7 +181,12 @@ class ReplicaTrial:
                 buffer.fill_(float("nan"))
 
     async def update(self, model: str, pause: PauseMode | None = "wait") -> int:
-        """Serve another model's weights as the controller does; return the version. `pause` None: already paused."""
+        """Serve another model's weights as the controller does; return the version.
+
+        Args:
+            model: name of the model.
+            pause: treatment of running requests; None: the engine is paused already.
+        """
         tensors = self.tensors(model)
         if pause is not None:
             await soon(self.engine.pause(pause))

@@ -63,7 +63,7 @@ class RewardTrial(Trial):
         return self.pool.score(rows)
 
     def odd_rows(self) -> dict[str, dict[str, Any]]:
-        """Return the first row with each of the odd responses instead of its own."""
+        """Return a copy of the first row for each of the odd responses (`ODD`), which replaces the row's response."""
         first = self.rows()[0]
         return {what: complete({**first, "response": text, "response_tokens": None}) for what, text in ODD.items()}
 
@@ -82,7 +82,7 @@ def complete(row: Row) -> dict[str, Any]:
 
 
 def pool_of(function: str, arguments: Mapping[str, Any], seconds: float) -> RewardPool:
-    """Return a pool of one process, like a run's. It does not stop when no row gets a score."""
+    """Return a pool of one process, like the pool of a run, except that it continues even if no row gets a score."""
     return RewardPool(
         function, arguments, timeout_seconds=seconds, on_error="zero", max_failures=1.0, python_path=sys.path
     )

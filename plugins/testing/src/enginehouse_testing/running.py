@@ -112,8 +112,8 @@ def undeclared(
     checks: Sequence[str] | None = None,
     model: ModelUnderTest = TINY,
 ) -> list[Result]:
-    """Return results for the checks that do not run: those of capabilities that the record, or one of its layouts, does
-    not declare, and those that run only with the tiny models."""
+    """Return results for the checks that do not run: checks of a capability that the record or one of its layouts does
+    not declare, and checks that run only with the tiny models."""
     chosen, places = _choose(record, layouts, checks, model)
     declared = declared_by(record)
     lacking = [
@@ -167,8 +167,11 @@ def layouts_of(record: Record) -> tuple[Layout, ...]:
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Return pairs of layouts with different numbers of processes. First comes one pair for each pair of numbers, the
-    largest drop first; then come the pairs that have most options."""
+    """Return pairs of layouts with different numbers of processes, at most `MOST_PAIRS`.
+
+    First comes one pair for each combination of two numbers of processes, ordered from the largest drop to the largest
+    rise. Then come further pairs, beginning with the layouts that have the most options.
+    """
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
     first = {(a.processes, b.processes): (a, b) for a, b in reversed(every)}
@@ -250,7 +253,7 @@ class Certifier:
         return self._versions
 
     def _once(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Return the results of an act. An engine's checks that share their only act run it once."""
+        """Return the results of an act. If several checks of a training engine share their only act, it runs once."""
         if len(check.acts) > 1 or not isinstance(self.record, TrainBackend):
             return self._site.act(self.record, check, number, layout, directory)
         key = (self.record.engine, check.acts[number], check.device, layout.name)

@@ -77,7 +77,7 @@ class Site:
         raise NotImplementedError
 
     def discard(self, layout: Layout) -> None:
-        """Discard what served the acts of a failed check."""
+        """End or forget the engine or the processes in which a check failed."""
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
         """Return versions of distributions in the engine's own Python environment; empty if it has none."""
@@ -207,7 +207,7 @@ class RolloutSite(Site):
         self._end()
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """Return versions of distributions in the runtime; empty before an act has run."""
+        """Return the versions of distributions in the runtime; empty if the process has not been started yet."""
         if self._group is None:
             return {}
         versions: dict[str, str] = self._group[0].call("versions", list(names))[0]

@@ -46,7 +46,7 @@ def differences(certificate: Mapping[str, Any]) -> list[str]:
     """Return a line for each difference between the installed and the certified software.
 
     It compares the record's distribution, the digest of its code, and versions of its dependencies. Versions in an
-    engine's own Python environment are compared with those of the environment that the engine would run in now.
+    engine's own Python environment are compared with the versions in the environment that the engine would use now.
     """
     name, kind = certificate["backend"], certificate["kind"]
     try:

@@ -48,7 +48,8 @@ class ModelForward:
     """The model's own `forward`.
 
     Attributes:
-        positions: number of positions of the model. Finished rows in the batch may exceed it; they are clamped.
+        positions: number of positions that the model has. The positions of finished rows that are still in the batch
+            may exceed it, and are clamped.
     """
 
     def __init__(self, model: PreTrainedModel, positions: int):

@@ -3,7 +3,7 @@
 It supports RMSNorm, rotary positions, grouped-query attention (with or without biases and query/key norms) and SwiGLU.
 Projections that read the same input are one matrix here, and the model's parameters become views of it. The weights
 therefore exist once. An update needs no rebuild unless it moves the parameters to other memory (`rebind`).
-`choose_forward` compares its numbers with the model's own.
+`choose_forward` compares the logits of this pass with the logits of the model's own pass.
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ class _Layer:
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parameters along the first axis, and make each a view of its part. Adjacent parameters stay."""
+    """Concatenate parameters along the first axis, and make each a view of its part.
+
+    Parameters that are adjacent in memory already are not copied.
+    """
     first, size = parameters[0].data, sum(len(parameter) for parameter in parameters)
     if _are_adjacent(parameters):
         return first.as_strided((size, *first.shape[1:]), first.stride())

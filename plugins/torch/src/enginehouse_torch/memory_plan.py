@@ -1,4 +1,4 @@
-"""Estimates of the `torch` engines' memory, by arithmetic over a model's shape. Light to import."""
+"""Estimates of the `torch` engines' memory, computed from a model's shape. Light to import."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
 
 
 def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a replica's memory. Lent weights count as the trainer's.
+    """Estimate a replica's memory, without the weights that the trainer lends it.
 
-    The cache is as wide as the longest row. While it grows to that width from half of it, both caches exist.
+    The cache is as wide as the longest row. While it grows from half of that width to the whole width, the old cache
+    and the new cache both exist.
     """
     shape, size = demand.shape, demand.itemsize
     running = min(options.max_running, -(-demand.rows // demand.processes))

@@ -89,7 +89,7 @@ class FlatAdamW:
         return flat[start : start + size].view(self._parameters[name].shape)
 
     def count(self, weight: float) -> None:
-        """Add `weight` to that of the accumulated loss; a step divides the gradient by the sum over all ranks."""
+        """Add `weight` to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self.sums[-1] += weight
 
     def step(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ FLASH = {
 
 
 class PackingOptions(GroupedTrainOptions):
-    """Options of training engines on `enginehouse_torch.modeling.token_model`."""
+    """Options of training engines that use `enginehouse_torch.modeling.token_model`."""
 
     share_prompts: Literal["auto", "never"] = Field(
         "auto",

@@ -30,7 +30,7 @@ class DecodingState:
 
     Attributes:
         rows: the completions.
-        cache: keys and values of all their tokens but the last.
+        cache: keys and values of all tokens of the rows except the last token of each.
         last: the last tokens, `(rows, 1)` int64.
         padding: number of leading padding columns of each row, `(rows,)` int64; None if no row has any.
         knobs: the rows' sampling parameters.
@@ -128,7 +128,10 @@ class RunningBatch:
         self._live = None
 
     def _chunks(self, admissions: Sequence[tuple[RequestProgress, int]]) -> list[list[tuple[RequestProgress, int]]]:
-        """Split into forward passes within the token budget. Scored prompts, whose logits are large, are separate."""
+        """Split requests into forward passes within the token budget.
+
+        Prompts whose logprobs are requested get separate passes, because their logits are large.
+        """
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
             chunk: list[tuple[RequestProgress, int]] = []

@@ -55,7 +55,7 @@ class StagedTensors:
         self._offered: Loan | None = None
 
     def offer(self, loan: Loan | None) -> None:
-        """Note the loan of the next tensors. Tensors of another loan than the first chunk's are copied."""
+        """Note the loan of the next tensors. If it is not the loan of the first chunk, these tensors will be copied."""
         self.loan = loan if not self.arrived else self.loan
         self._offered = loan
 
@@ -73,7 +73,7 @@ class StagedTensors:
 class ServedWeights(StagedUpdate[StagedTensors]):
     """A model's parameters and persistent buffers by Hugging Face name, and their version.
 
-    A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update. Only `commit`
+    A tied parameter has only its name in the checkpoint here, so that the tie holds after every update. Only `commit`
     changes the model: it overwrites the tensors in place, or makes the lent tensors the parameters.
 
     Args:

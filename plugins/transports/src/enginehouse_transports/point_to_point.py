@@ -85,13 +85,13 @@ def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
 
 
 class IdlePart(IdleSender):
-    """The side of a training rank that the plan does not use."""
+    """The sending side at a training rank from which the plan sends nothing."""
 
     sends_parts = True
 
 
 class PointToPointSender(Sender):
-    """The sending side, at a training rank. It sends parts of the rank, unless other ranks hold and send them too.
+    """The sending side, at a training rank. If several ranks hold a part, only the rank that the plan names sends it.
 
     Attributes:
         port: port to which receivers connect.

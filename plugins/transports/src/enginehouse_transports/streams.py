@@ -81,7 +81,7 @@ class PartReceiver:
     Args:
         stream: the connection.
         room: returns the tensor, contiguous or not, for the bytes behind a heading; None: drop the bytes.
-        arrived: called when these bytes have arrived.
+        arrived: called when the bytes behind a heading have arrived.
         ended: called once, at the connection's end.
     """
 

@@ -29,8 +29,8 @@ class VLLMFailed(EnginehouseError):
 class CoreProcesses:
     """vLLM's processes; `where` names this replica in messages.
 
-    `died` is done once the first process has ended. It is never done if vLLM runs its engine core without a separate
-    process.
+    The future `died` is done once the first process has ended. It is never done if vLLM runs its engine core without a
+    separate process.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], where: str):
@@ -59,7 +59,7 @@ class CoreProcesses:
         return [process.pid for process in self._processes if process.pid is not None and process.is_alive()]
 
     def are_alive(self) -> bool:
-        """Return True while all processes run. An ending process first closes its files, which sets `died`."""
+        """Return True while all processes run. A process that has begun to end counts as dead: `died` is set first."""
         return not self.died.done() and all(process.is_alive() for process in self._processes)
 
     async def wait_for(self, call: Coroutine[Any, Any, T]) -> T:

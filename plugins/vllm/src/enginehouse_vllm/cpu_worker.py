@@ -12,17 +12,21 @@ from enginehouse_vllm.reload_repairs import forget_packed_linears
 
 
 class SleepingCPUWorker(CPUWorker):
-    """Gives up memory in place: tensors keep their addresses, and pages come back when they are written to."""
+    """Frees memory in place: tensors keep their addresses, and the system supplies new pages once they are written."""
 
     def sleep(self, level: int = 1) -> None:
-        """Give up weights and caches at every level, because a CPU has no other memory to keep weights in."""
+        """Free weights and caches, whatever the level, because a CPU has no other memory to keep weights in."""
         self.discard(("weights", "kv_cache"))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Do nothing."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give up the memory of weights, caches or both."""
+        """Free the memory of the weights, of the caches or of both. Their contents are lost.
+
+        Args:
+            tags: `"weights"`, `"kv_cache"` or both.
+        """
         tensors = []
         if "kv_cache" in tags:
             for cache in self.model_runner.kv_caches:

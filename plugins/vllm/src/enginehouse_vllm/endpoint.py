@@ -47,7 +47,7 @@ class OpenAIServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, llm: AsyncLLMEngine, arguments: AsyncEngineArgs, check: Callable[[], object]) -> None:
-        """Answer clients. While `check` raises an `EnginehouseError`, its message is the answer."""
+        """Answer clients. While `check` raises an `EnginehouseError`, each client gets the message of this error."""
         import uvicorn
         from vllm.entrypoints.launchers.api_server.entry import build_app, init_app_state
         from vllm.entrypoints.launchers.cli_args import FrontendArgs

@@ -260,8 +260,9 @@ class VLLMRollout:
     def metrics(self) -> Mapping[str, float]:
         """Return vLLM's own metrics.
 
-        `running` and `waiting` are completions. `kv_cache_usage` and `prefix_cache_hit_rate` are those of vLLM's last
-        step, 0 to 1; the latter counts the prompt tokens since the launch.
+        `running` and `waiting` are numbers of completions. `kv_cache_usage` is the used fraction of the KV cache in
+        vLLM's last step. `prefix_cache_hit_rate` is the fraction of the prompt tokens since the launch that the prefix
+        cache held.
         """
         running, waiting = self._count_completions()
         return {"running": float(running), "waiting": float(waiting), **self._statistics.figures()}
@@ -275,7 +276,7 @@ class VLLMRollout:
         return running, present - running
 
     def processes(self) -> list[int]:
-        """Return ids of vLLM's processes that were started here and run; with `tensor_parallel` these have children."""
+        """Return ids of vLLM's running processes. With `tensor_parallel` they have children, which are not listed."""
         return [] if self._core is None else self._core.pids
 
     async def shutdown(self) -> None:
@@ -304,7 +305,7 @@ async def _take_kept(llm: AsyncLLMEngine, name: str) -> list[Any]:
 
 
 def _explain(error: VLLMFailed, model: ModelSpec) -> str:
-    """Return why vLLM cannot generate, if its log does not say."""
+    """Return the message of the error, or an explanation of SIGILL, which vLLM's log does not explain."""
     if "SIGILL" not in str(error):
         return str(error)
     return (
@@ -314,5 +315,5 @@ def _explain(error: VLLMFailed, model: ModelSpec) -> str:
 
 
 def _asleep_in_vllm(asleep: Set[str]) -> frozenset[str]:
-    """Return the parts that vLLM puts to sleep: its weights cannot sleep without its cache."""
+    """Return the parts that sleep in vLLM if `asleep` shall sleep: its weights cannot sleep without its cache."""
     return frozenset({"weights", "kv_cache"} if "weights" in asleep else asleep)

@@ -1,7 +1,8 @@
-"""Ends vLLM's processes when the process that started them ends. vLLM loads this module there as a general plugin.
+"""Ends vLLM's processes when the process that started them ends.
 
-vLLM ends its own processes when it is shut down. If the parent is killed, they would stay, with all their memory and
-the shared memory by which they talk to each other.
+vLLM loads this module in each of its processes as a general plugin. vLLM ends its own processes when it is shut down.
+If the parent is killed instead, the processes would stay, with all their memory and the shared memory by which they
+communicate.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Folder where Linux shows named shared memory."""
 
 NAMES = ("psm_", "sem.mp-", "vllm")
-"""Prefixes of names that Python's multiprocessing and vLLM use there."""
+"""Prefixes of names that Python's multiprocessing and vLLM use in `SHARED_MEMORY`."""
 
 _watching = threading.Lock()
 

@@ -50,7 +50,9 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def forget_packed_linears(model: torch.nn.Module) -> None:
-    """Release what linear layers packed for CPU kernels outside their parameters: they cannot compute until a reload.
+    """Release the packed weights that linear layers keep for CPU kernels, outside their parameters.
+
+    The layers cannot compute until a reload.
 
     Stands in for nothing, because vLLM's CPU worker does not sleep. Reaches what `dispatch_cpu_unquantized_gemm`
     (`layers/utils.py`) leaves in `cpu_linear`; what experts packed outside their parameters stays. Superfluous once

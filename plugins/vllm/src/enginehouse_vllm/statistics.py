@@ -17,14 +17,14 @@ class Statistics:
         self._hit = 0
 
     def figures(self) -> dict[str, float]:
-        """Return the used part of the KV cache, and the hit rate of the prefix cache since the launch, 0 to 1."""
+        """Return the used fraction of the KV cache, and the hit rate of the prefix cache since the launch, 0 to 1."""
         return {
             "kv_cache_usage": self._kv_cache_usage,
             "prefix_cache_hit_rate": self._hit / self._queried if self._queried else 0.0,
         }
 
     def take(self, scheduler: Any) -> None:
-        """Take vLLM's `SchedulerStats` of a step, which may have computed nothing."""
+        """Store the metrics in vLLM's `SchedulerStats` of a step, which may have computed nothing."""
         self.running = scheduler.num_running_reqs
         self._kv_cache_usage = scheduler.kv_cache_usage
         self._queried += scheduler.prefix_cache_stats.queries

@@ -39,7 +39,7 @@ def register() -> None:
 
 @dataclass
 class MemoryInit(WeightTransferInitInfo):
-    """Sent once, before the first update; `reports` is the path of the `Reports`."""
+    """Message that is sent once, before the first update; `reports` is the path of the `Reports`."""
 
     reports: str
 
@@ -51,7 +51,7 @@ class MemoryUpdate(WeightTransferUpdateInfo):
     Attributes:
         step: `"check"` checks that a version is complete and changes nothing; `"load"` loads it.
         parameters: Name, dtype, shape, path of the memory, first byte there and checksum of each parameter.
-        directory: A model directory with safetensors instead.
+        directory: Model directory whose safetensors files hold the version, if it is not in memory; else empty.
     """
 
     step: Literal["check", "load"]

@@ -155,5 +155,5 @@ def _is_truncated(sampling: SamplingParams) -> bool:
 
 
 def _spread_seed(seed: int) -> int:
-    """Return a seed of 62 bits. vLLM counts up from it for a request's samples, so seeds of requests do not meet."""
+    """Return a seed of 62 bits. vLLM adds the sample's index, so nearby seeds of requests must become distant ones."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little") >> 2

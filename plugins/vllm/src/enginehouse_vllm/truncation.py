@@ -28,7 +28,7 @@ class NotesKeptProbability(AdapterLogitsProcessor):
     """A logits processor that changes nothing. vLLM calls it after the temperature and before the cut."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return True, so that it is not called for greedy requests."""
+        """Return True, so that vLLM does not call this processor for greedy requests."""
         return True
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:

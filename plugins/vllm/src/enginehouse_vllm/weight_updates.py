@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class VLLMWeights(StagedWeights):
     """Keeps two versions in this host's memory: the staged version and the served version.
 
-    vLLM loads them from there, but version 0 from the model's directory.
+    vLLM loads a version from this memory, except version 0, which it loads from the model's directory.
     """
 
     def __init__(self, spec: ModelSpec, where: str):

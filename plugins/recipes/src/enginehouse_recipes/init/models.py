@@ -50,6 +50,6 @@ def read_model(answer: str, directory: Path) -> ChosenModel:
 
 
 def config_path(path: Path, directory: Path) -> str:
-    """Return a path for a config in `directory`: relative if it lies inside the directory."""
+    """Return a path for a config in `directory`: relative if it is inside the directory."""
     absolute = path.absolute()
     return str(absolute.relative_to(directory) if absolute.is_relative_to(directory) else absolute)

@@ -15,15 +15,15 @@ from enginehouse_recipes.init.models import TINY, ChosenModel, config_path
 from enginehouse_recipes.init.new_files import NewFiles
 
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
-"""Names of the data that is created here, each with the recipe by which the tiny model learns it."""
+"""Names of the data sets that are created here, each with the recipe by which the tiny model learns from it."""
 SAMPLE_ANSWERS = {"sorting": "012345", "calculator": "2146"}
-"""An example answer for each."""
+"""An example answer for each of `SAMPLES`."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversation", "input")
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model", "expected_answer", "gold", "target", "label"),
     *("expected", "solution", "output", "completion"),
 )
-"""Names of columns, most likely first."""
+"""Likely names of the column of answers, most likely first."""
 NESTED = {"reward_model": "ground_truth"}
 """The key of the answer inside a column, as in verl's data."""
 HELD_OUT = ("validation", "valid", "val", "test", "dev", "eval")
@@ -161,7 +161,7 @@ def _find_files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
 
 
 def _find_held_out(path: Path) -> Path | None:
-    """Return a file of held-out prompts whose name matches that of the training file."""
+    """Return a file of held-out prompts whose name matches the name of the training file."""
     stems = [path.stem.replace("train", word) if "train" in path.stem else f"{path.stem}_{word}" for word in HELD_OUT]
     return next((file for stem in stems if (file := path.with_name(stem + path.suffix)).is_file()), None)
 

@@ -109,7 +109,7 @@ def _run_tests(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[as
 
 
 def _holds(process: Sandbox, test: ast.stmt) -> bool:
-    """True if a statement holds. If it compares with a literal, the sandbox gets only the other side."""
+    """True if a statement holds. If it compares an expression with a literal, the sandbox never gets the literal."""
     if isinstance(test, ast.Assert) and isinstance(test.test, ast.Compare) and len(test.test.ops) == 1:
         left, right = test.test.left, test.test.comparators[0]
         if isinstance(test.test.ops[0], ast.Eq):

@@ -30,7 +30,7 @@ class Number(NamedTuple):
 
 
 def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, Field(ge=0)] = 1e-6) -> dict[str, Any]:
-    """Return 1.0 if the response's number equals that of the data set's `answer` column, else 0.0.
+    """Return 1.0 if the number in the response equals the number in the data set's `answer` column, else 0.0.
 
     The number follows the last `####`, else is inside the last `\\boxed{}`, else is the last number of the text.
     `1,234.5`, `1e3`, `3/4`, `\\frac{3}{4}` and `75%` are numbers. Where only one of the two has a percent sign, the

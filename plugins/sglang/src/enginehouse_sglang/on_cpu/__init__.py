@@ -4,12 +4,13 @@ SGLang imports packages for GPUs everywhere, and calls them where there is a GPU
 raise `NotOnCPU` when they are called. Only processes of `enginehouse_sglang.serve` have them, and only for packages
 that are not installed.
 
-* `triton.py` stands in for triton. Goes once SGLang imports it only where it is used.
-* `sgl_kernel.py` stands in for sgl-kernel. Goes once there is a build of it for CPUs on the package index.
-* `torchvision.py` declares operators of torchvision. Goes once its wheel on the package index loads beside a torch for
-  CPUs.
-* `seeds.py` makes a request's seed count. Goes once SGLang takes `torch_native` for deterministic inference.
-* `sleeping.py` frees the memory that is released. Goes once SGLang does on a CPU.
+Each module is needed only until SGLang or the package index provides what it replaces:
+
+* `triton.py` stands in for triton, until SGLang imports triton only where it is used.
+* `sgl_kernel.py` stands in for sgl-kernel, until the package index has a build of sgl-kernel for CPUs.
+* `torchvision.py` declares operators of torchvision, until the wheel of torchvision loads beside a torch for CPUs.
+* `seeds.py` lets a request's seed take effect, until SGLang accepts `torch_native` for deterministic inference.
+* `sleeping.py` frees the memory that SGLang releases, until SGLang itself frees it on a CPU.
 """
 
 from __future__ import annotations

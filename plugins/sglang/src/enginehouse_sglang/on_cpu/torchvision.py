@@ -21,7 +21,7 @@ SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_operators() -> None:
-    """Declare the operators that torchvision is about to describe, unless its own can be loaded."""
+    """Declare the operators that torchvision is about to describe, unless torchvision's own operators can be loaded."""
     import torch
 
     spec = importlib.machinery.PathFinder.find_spec("torchvision")

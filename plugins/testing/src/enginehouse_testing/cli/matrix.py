@@ -113,7 +113,10 @@ def matrix(
 
 
 def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, command: str) -> MatrixFindings:
-    """Return the findings of a page. The page keeps the command of its tiny-model rows if `model` is another model."""
+    """Return the findings of a page, with the command that makes the page again.
+
+    That is `command`. If `model` is not the tiny models, a command that the page already has is kept.
+    """
     from enginehouse_testing.matrix.findings import earlier_findings
 
     findings = earlier_findings(page)
@@ -124,7 +127,7 @@ def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, comman
 
 
 def _say_written(page: Path, parts: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
-    """Name the page. If a plugin's `parts` were certified with the tiny models, write their badge."""
+    """Print the path of the page. If a plugin's `parts` were certified with the tiny models, write their badge."""
     from enginehouse_testing.matrix.badge import write_badge
 
     click.echo(f"written: {page}")
@@ -152,7 +155,11 @@ def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination]
 
 
 class _Progress:
-    """Shows a bar on a terminal, and a line for each of `of` findings. Implements `Onlooker`."""
+    """Shows a bar on a terminal, and prints a line for each finding. Implements `Onlooker`.
+
+    Args:
+        of: expected number of findings.
+    """
 
     def __init__(self, of: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

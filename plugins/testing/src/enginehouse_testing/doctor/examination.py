@@ -209,7 +209,7 @@ def examine_plugins(name: str | None, begins: Begins) -> ExaminationReport:
 
 
 def _load_harmless(examinations: Sequence[tuple[Candidate, Examined | None]]) -> PluginManager:
-    """Load all plugins, except those that failed in their own process. These get the state found there."""
+    """Load all plugins, except those that failed in the examination. These get the state that it found."""
     bad = {
         candidate[0].name: examined
         for candidate, examined in examinations
@@ -253,7 +253,7 @@ class _Examination:
 
     Attributes:
         manager: has all plugins loaded.
-        plugin: the plugin in the manager's form.
+        plugin: the plugin as the manager describes it.
         candidate: the plugin and its entry point.
         examined: result of the other process; None if the plugin is blocked, or no process could be started.
         device: torch device type of a run here.
@@ -487,7 +487,7 @@ class _Examination:
         return ":".join(fitting[0]) if fitting else ""
 
     def _find_hook(self, problem: str) -> str:
-        """Return the place of the hook that a problem names, or the plugin's module."""
+        """Return the file and line of the hook that a problem names, or the file of the plugin's module."""
         path = Path(self.file or os.devnull)
         for name in re.findall(r"\benginehouse_\w+", problem):
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -514,7 +514,7 @@ def _choose_interpreter(record: Backend, device: str) -> tuple[Interpreter | Non
 
 
 def _pick_transports(manager: PluginManager, device: str, examined: Sequence[PluginReport]) -> Iterator[PairReport]:
-    """Yield the transport for each pair of backends that can run here and include one of an examined plugin."""
+    """Yield the transport for each pair of backends that can run here and of which an examined plugin declares one."""
     owners = [(plugin.distribution, plugin.name) for plugin in examined]
     usable: list[tuple[Any, Interpreter, bool]] = []
     for kind in (TrainBackend, RolloutBackend):

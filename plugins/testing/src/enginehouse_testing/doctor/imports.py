@@ -96,7 +96,7 @@ def _exists(imported: Import) -> bool:
 
 
 def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Iterator[tuple[Import, str]]:
-    """Yield the first import from each installed distribution that the plugin does not require, with its name."""
+    """Yield the first import from, and the name of, each installed distribution that the plugin does not require."""
     owners = {name: list(names) for name, names in metadata.packages_distributions().items()}
     for entry_point in find_entry_points():  # those of a checkout have no files that tell
         if entry_point.dist is not None:

@@ -24,7 +24,7 @@ from enginehouse.plugin.records import Backend, Record, ResolveError, resolve
 
 
 def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, record_seconds: float) -> None:
-    """Load a plugin and examine its records. Write a line before, after loading, after each record, and at the end.
+    """Load a plugin and examine its records. Write a line before and after loading, after each record, and at the end.
 
     Args:
         descriptor: file descriptor to write to.

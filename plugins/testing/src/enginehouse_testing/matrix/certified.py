@@ -38,14 +38,14 @@ def certified(
         provided: a backend or a transport, and its plugin.
         directory: directory of all certificates.
         device: torch device type of the runs.
-        make: True to make a certificate if there is none of the installed code and versions.
+        make: True to make a certificate if there is none for the installed code and versions.
         again: True to make a certificate even if there is one; requires `make`.
         model: the model of the certificate.
         begins: see `certify`.
 
     Returns:
-        `findings`; or only `backend`, `kind`, `passed` (False) and `problem` if there is no certificate, with `failed`
-        if it could not be made.
+        The result of `findings`. If there is no certificate: only `backend`, `kind`, `passed` (False) and `problem`,
+        and `failed` if the certificate could not be made.
     """
     record = provided.record
     assert isinstance(record, Backend | Transport)
@@ -77,8 +77,8 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         `backend`, `kind`, label of the `model`, `passed`, `written`, `versions` where it ran, checked `layouts`,
         `counts` of outcomes, a line for each check that `failed`, and `nearest`: `name`, `layout`, `measured` and
-        `tolerance` of the result that comes nearest to its tolerance, or None if no check has one. For another model
-        than the tiny ones also `measured`: all results with a tolerance.
+        `tolerance` of the result that comes nearest to its tolerance, or None if no check has a tolerance above 0. For
+        another model than the tiny ones also `measured`: all results with such a tolerance.
     """
     checks = certificate["checks"]
     layouts = [layout for check in checks for layout in check["layout"].split(" -> ") if layout]

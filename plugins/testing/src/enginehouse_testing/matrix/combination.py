@@ -127,8 +127,8 @@ def planned(
     """Put a combination into the shared `config`, with run directory `directory`, and check it.
 
     Each backend has a layout of the conformance suite. Training has the first declared layout with `setting.processes`
-    processes, or with the next smaller number; the rollout has its first. Actor and rollout share processes if the
-    transport reaches no further.
+    processes, or with the next smaller number; the rollout has its first layout for one process. Actor and rollout
+    share processes if the transport works only within a process.
 
     Raises:
         UserError: the combination is not possible; the message has the reason.

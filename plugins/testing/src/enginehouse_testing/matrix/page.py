@@ -151,7 +151,7 @@ def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, An
 
 
 def _certificate_cells(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of each figure of a certificate, or of its problem if there is none."""
+    """Return the table rows of a certificate: one row for each measured result, or one for its problem."""
     name = [summary["kind"], summary["backend"]]
     if problem := summary.get("problem"):
         return [[*name, f"none: {problem}", "", ""]]
@@ -244,5 +244,5 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text on one line that does not end the cell."""
+    """Return the text as one table cell: `|` is escaped, and line breaks become `<br>`."""
     return "<br>".join(text.replace("|", "\\|").splitlines())

@@ -52,7 +52,7 @@ class MatrixRow:
         setting: number of steps and maximum number of processes of the run.
         layouts: descriptions of the layouts of actor and rollout.
         placement: `"colocated"` or `"separate"`.
-        standing: versions of the run, by kind.
+        standing: versions that the run depended on, by the kind of the part: what `matrix.standing.standing` returns.
         overrides: changes to the shared config for this run.
         busy_cores: number of cores that others kept busy before the run began.
         begun: time when the run began, ISO 8601 in UTC.

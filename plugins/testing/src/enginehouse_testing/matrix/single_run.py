@@ -56,7 +56,7 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def shortened(text: str) -> str:
-    """Replace the paths of this directory, this Python and the user's home in a text."""
+    """Replace the paths of this directory, this Python and the user's home in a text by short names such as `~`."""
     for path, short in ((Path.cwd(), "."), (Path(sys.prefix), "$VIRTUAL_ENV"), (Path.home(), "~")):
         if path != Path(path.anchor):
             text = text.replace(str(path), short)

@@ -42,13 +42,13 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
 
 
 def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin: Origin, device: str) -> bool:
-    """Return True if a certificate is finished, whole, and of the device, code and versions that are here now.
+    """Return True if a certificate is finished and whole, and was made on this device with this code and versions.
 
     Args:
         certificate: the certificate, as it was written.
         now: the versions; see `standing`.
         origin: distribution and code of the record.
-        device: the engine's device now. A certificate without a device is of the CPU, or of a record that is no engine.
+        device: the engine's device now. A certificate without a device counts as made on the CPU.
     """
     is_whole = certificate.get("whole", False) and not certificate.get("interrupted", True)
     same_device = (certificate.get("device") or "cpu") == device

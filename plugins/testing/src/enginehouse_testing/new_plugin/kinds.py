@@ -1,4 +1,7 @@
-"""The kinds that a new package may contain, and their starts. Light, because every command line imports it."""
+"""The kinds of records that a new package may contain, and the code that each kind can start from.
+
+This module imports little, because every command line imports it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class PluginKind:
     Attributes:
         says: description for `--help` and the README.
         suite: the class of `enginehouse_testing` that tests it, and the attribute that names the record; or empty.
-        starts: distributions that each start needs, by the word of `--from`.
+        starts: values of `--from` that this kind accepts, each with the distributions that the starting code needs.
         contract: oldest plugin contract that has the kind.
         examples: True if its tests use the rows of data in `tests/KIND_examples.jsonl`, which the author changes.
     """
@@ -36,10 +39,10 @@ KINDS: dict[str, PluginKind] = {
     "tracker": PluginKind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
     "command": PluginKind("a command of `enginehouse`"),
 }
-"""Kinds by the word of `--kind`, which is also a folder's name in `templates`."""
+"""Kinds by the value of `--kind`, which is also the name of a folder in `templates`."""
 
 STARTS_CONTRACT = (1, 1)
-"""The oldest plugin contract that has all that the starts import."""
+"""The oldest plugin contract that has every name that the starting code imports."""
 
 
 def certify_line(module: str, kind: str) -> str:

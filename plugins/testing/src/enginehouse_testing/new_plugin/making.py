@@ -34,7 +34,7 @@ class NewPlugin:
     Attributes:
         name: name of the distribution, for example `"acme-rollout"`.
         kinds: kinds of its parts, keys of `KINDS`.
-        starts: the code from which a kind starts, unless it starts from a skeleton.
+        starts: values of `--from` by kind, for each kind that does not start from a skeleton.
         author: author in the package's metadata, or empty.
     """
 
@@ -63,7 +63,7 @@ class NewPlugin:
 
     @property
     def folders(self) -> list[str]:
-        """Folders of the package's templates. Files of later folders overwrite those of earlier ones."""
+        """Folders of the package's templates. Files of later folders overwrite files of earlier folders."""
         starts = [f"{kind}_{start}" for kind, start in self.starts.items()]
         return ["base", *self.kinds, *starts]
 
@@ -93,10 +93,14 @@ class NewPlugin:
 
 
 def check_starts(kinds: Sequence[str], words: Sequence[str]) -> dict[str, str]:
-    """Return the start of each kind that has one of these starts.
+    """Return the value of `--from` that each kind starts from. Kinds that start from a skeleton are left out.
+
+    Args:
+        kinds: the chosen kinds.
+        words: values of `--from`.
 
     Raises:
-        UserError: none of the chosen kinds has such a start.
+        UserError: none of the chosen kinds accepts one of the values.
     """
     starts: dict[str, str] = {}
     for word in words:

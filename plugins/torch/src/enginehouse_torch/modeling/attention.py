@@ -176,7 +176,10 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
 
 
 def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
-    """Return a packed layout's mask by blocks of tokens instead of all pairs. In partial blocks, segments decide."""
+    """Return a packed layout's mask by blocks of tokens instead of all pairs.
+
+    Within a block that is allowed only in part, the segments of two tokens decide whether one may attend to the other.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     own, prompt = (torch.from_numpy(part.astype(np.int32)).to(device, non_blocking=True) for part in layout.segments())
@@ -193,7 +196,10 @@ def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
 
 
 def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of key blocks of each query block, and all key blocks, with these first. Both are int32."""
+    """Return for each query block the number of its key blocks, and the indices of all key blocks, its own first.
+
+    Both are int32.
+    """
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32))[None, None].to(device, non_blocking=True)

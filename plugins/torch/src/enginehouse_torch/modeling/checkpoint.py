@@ -128,7 +128,7 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
 class BackgroundSave:
     """Saves that are written while training continues, one at a time.
 
-    `start` copies the state to host memory, which takes as much as this rank's part of the checkpoint. A thread writes
+    `start` copies the state to host memory. The copy is as large as this rank's part of the checkpoint. A thread writes
     the copy. It communicates in its own process group, so that it never mixes with the collectives of training. All
     ranks call `start` and `finish` in the same order.
     """
@@ -193,9 +193,9 @@ def load(
     Args:
         path: the checkpoint.
         state: the tensors to overwrite.
-        ranks: this process's place.
+        ranks: this process and the other ranks.
         check: called on every rank with the names of the checkpoint's entries of the model, before anything is
-            overwritten, to raise its own `CheckpointError`.
+            overwritten. It may raise a `CheckpointError`.
 
     Raises:
         CheckpointError: on some rank the checkpoint is missing, incomplete, damaged, of another model, or lacks a part.

@@ -105,8 +105,8 @@ def write_companions(
 ) -> None:
     """Write everything beside a model's weights: copies of the files in its directory, and its configs.
 
-    The written config is that of the model's directory, with the dtype of the written weights, so that the same
-    programs can read both. If some of the directory's weights were left out (an engine writes without `Holding`), the
+    The written config is a copy of the config in the model's directory, with the dtype of the written weights, so that
+    the same programs can read both. If some weights were left out (an engine writes without `Holding`), the
     config of the model's class is written, which describes only what the class reads. A model with a value head is
     described as transformers' `...ForSequenceClassification` with one label.
 
@@ -195,7 +195,7 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
 
 
 def _padding(tokenizer: Any, model_padding: int | None, ends: Set[int]) -> str | None:
-    """Return a token that ends no text: the tokenizer's padding, the model's, or a special token; None if none fits."""
+    """Return a token that ends no text: the padding of the tokenizer or of the model, or a special token; else None."""
     ends = {*ends, *text_ends(tokenizer)}
     special = [token_id for token_id, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     preferred = (tokenizer.pad_token_id, model_padding, tokenizer.unk_token_id, tokenizer.bos_token_id)

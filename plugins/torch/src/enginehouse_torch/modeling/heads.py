@@ -108,7 +108,10 @@ def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Out
 
 
 def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
-    """Return `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`, in place of the head's logits."""
+    """Return the result of `scores` for hidden states `(1, tokens, hidden)`, as `(1, tokens, 1 or 2)`.
+
+    Replaces the head's `forward`, which would return logits. If the head's weight is a DTensor, the ranks split the vocabulary.
+    """
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # a copy, because FSDP warns of views
@@ -136,7 +139,7 @@ _heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictio
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Return True if the head is a linear layer whose logits the model returns unchanged. It is tried once, on a token.
+    """Return True if the head is a linear layer whose logits the model returns unchanged, tried once on one token.
 
     The logits themselves are needed if the model scales, caps or masks them, or if the head has an adapter.
     """

@@ -101,7 +101,7 @@ class Offloading:
         return done
 
     def need(self, *tags: Tag, to: str) -> None:
-        """Check that all of `tags` are on the device.
+        """Check that the tensors of all `tags` are on the device.
 
         Raises:
             EnginehouseError: a tag is offloaded.
@@ -176,7 +176,7 @@ class OffloadedStorage:
         give_up(storage)
 
     def bring_back(self) -> None:
-        """Fill the storage again."""
+        """Allocate the storage's memory again, and copy its content back."""
         take_back(self._storage, self._nbytes)
         if self._file is not None:
             with self._file as file:
@@ -211,7 +211,10 @@ def _view_memory(storage: torch.UntypedStorage) -> memoryview:
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors on a device, each once, by a stable key; a sharded tensor has only this rank's."""
+    """Return the storages of tensors on a device, each once, by a stable key.
+
+    For a sharded tensor, return only the storage of this rank's part.
+    """
     by_key = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

@@ -4,8 +4,8 @@ Three savings, none of which changes a result:
 
 * A row ends before its last token, which predicts nothing. Rows without needed tokens are left out.
 * Only positions that predict a needed token get logits.
-* Rows that begin with the same prompt are laid out as a tree: the prompt once, then each continuation, with positions
-  that continue those of the prompt and an attention mask that hides the continuations from one another.
+* Rows that begin with the same prompt are laid out as a tree: the prompt once, then each continuation. The positions of
+  each continuation begin after the prompt, and an attention mask hides the continuations from one another.
 
 Trees are either padded and stacked, or packed into one sequence without padding (`attention` chooses). The mask of a
 padded tree has an element for each pair of tokens. Segments and blocks describe the mask of a packed sequence.
@@ -122,11 +122,11 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a batch, for a layout. `needed` and `needed_rows` have an entry per needed token, others per row.
+    """The rows of a batch, for a layout. `needed` and `needed_rows` have an entry per needed token, all others per row.
 
     Attributes:
         starts: index of each row's first token in the flat tokens.
-        lengths: tokens of each row.
+        lengths: number of tokens of each row.
         ends: number of tokens of each row to compute: up to the one before its last needed token.
         first: position of each row's first needed token; 0 if no token is needed.
         needed: flat indices of all needed tokens.
@@ -218,14 +218,14 @@ def _cheapest_width(
 
 
 def _split(rows: list[int], width: int) -> list[list[int]]:
-    """Split into parts of at most `width` rows whose sizes differ by at most one."""
+    """Split rows into parts of at most `width` rows. The sizes of the parts differ by at most one."""
     parts = math.ceil(len(rows) / width)
     bounds = [len(rows) * part // parts for part in range(parts + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def lay_out(rows: BatchRows, trees: list[Tree], packed: bool = False) -> TreeLayout:
-    """Lay out `trees`, at least one, in one sequence if `packed`, else stacked and padded to the longest."""
+    """Lay out `trees`, at least one, in one sequence if `packed`, else stacked and padded to the longest tree."""
     sizes = np.array([tree.tokens for tree in trees], dtype=np.int64)
     shape = (1, int(sizes.sum())) if packed else (len(trees), int(sizes.max()))
     begins = np.cumsum(sizes) - sizes if packed else np.arange(len(trees)) * shape[1]

@@ -115,9 +115,10 @@ class Ranks:
 
     @contextmanager
     def left_if_alone(self) -> Iterator[None]:
-        """Leave the group if the block fails, such as a setup, so that the process's next user can create a group.
+        """Leave the group if the block fails, for example a setup, so that a later role of this process can create one.
 
-        Does nothing with several ranks: other ranks may wait in a collective, which the end of this process ends.
+        Does nothing if there are several ranks: other ranks may wait in a collective, which fails only when this
+        process ends.
         """
         try:
             yield
@@ -138,7 +139,7 @@ class Ranks:
 
 def find_interface(address: str) -> str | None:
     """Return the network interface of this host that has an address; None if no interface has it, for example because
-    it is a name."""
+    the address is a host name."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return interface

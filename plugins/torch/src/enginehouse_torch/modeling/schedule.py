@@ -38,7 +38,7 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, float]:
-    """Return each parameter's learning rate factor: that of the first pattern that matches its name, or 1.
+    """Return each parameter's learning rate factor: the factor of the first pattern that matches its name, or 1.
 
     Raises:
         ConfigError: a pattern matches no parameter.

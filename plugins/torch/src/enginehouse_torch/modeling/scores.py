@@ -59,8 +59,8 @@ def scores(
 
     Args:
         states: `(tokens, hidden)`, or the logits if `weight` is None.
-        weight: the head's, `(vocabulary, hidden)`; None: `states` are the logits, `(tokens, vocabulary)`.
-        bias: the head's, `(vocabulary,)`, or None.
+        weight: weight of the head, `(vocabulary, hidden)`; None: `states` are the logits, `(tokens, vocabulary)`.
+        bias: bias of the head, `(vocabulary,)`, or None.
         targets: int64 `(tokens,)`.
         outputs: temperature, and whether entropies are computed and have a gradient.
         split: this rank's part of the vocabulary, which `weight` and `bias` belong to. All ranks then call together
@@ -166,7 +166,7 @@ class _BackwardState:
         targets: int64 ids.
         normaliser: logarithms of the sums of exponentials.
         entropy: entropies; None: they have no gradient.
-        slopes: `(tokens, 1 or 2)`, the gradient of logprobs and entropies, divided by the temperature.
+        slopes: `(tokens, 1 or 2)`, the gradient with respect to logprobs and entropies, divided by the temperature.
     """
 
     targets: torch.Tensor
@@ -195,7 +195,7 @@ class _BackwardState:
         return into
 
     def _with_entropy(self, part: torch.Tensor, rows: slice) -> None:
-        """Turn the log-probabilities of some rows into the gradient without the targets' terms."""
+        """Replace the log-probabilities of some rows by the gradient, without the terms at the targets' columns."""
         assert self.entropy is not None
         factor = part.clamp(min=NO_SHARE).add_(self.entropy[rows, None])
         factor.mul_(self.slopes[rows, 1:]).add_(self.slopes[rows, :1])

@@ -51,7 +51,7 @@ def mask_cost(model: PreTrainedModel, attention: AttentionChoices, device: torch
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return the multiplications for a token to attend to another, relative to those of a token's matrix products."""
+    """Return the multiplications for attending to one token, as a fraction of those in one token's matrix products."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -59,7 +59,7 @@ def attention_cost(model: PreTrainedModel) -> float:
 
 
 def _multiplications(model: PreTrainedModel) -> int:
-    """Return the multiplications of one token in the matrix products of a forward pass."""
+    """Return the number of multiplications of one token in the matrix products of a forward pass."""
     matrices = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1)
     return max(1, matrices - sum(p.numel() for p in model.get_input_embeddings().parameters()))
 
@@ -106,7 +106,7 @@ def can_share_prompts(
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
     The config must promise full attention in every layer. Two short rows must score the same in a tree as separately,
-    up to the rounding of `dtype` (None: that of the parameters), and differently if the second row sees the first. A
+    up to the rounding of `dtype` (None: the parameters' dtype), and differently if the second row sees the first. A
     recurrent model fails, as does a model that derives positions from elsewhere. If `attention` has no function for
     trees, the tree is padded.
     """
@@ -116,7 +116,10 @@ def can_share_prompts(
 def _computes_the_same(
     model: PreTrainedModel, dtype: torch.dtype, attention: AttentionChoices, what: Literal["rows", "trees"]
 ) -> bool:
-    """Return True if separate rows score the same as `what`, packed as `attention` says."""
+    """Return True if packed rows (`what="rows"`), or rows laid out as trees (`"trees"`), score as separate rows do.
+
+    Rows are packed as `attention` says.
+    """
     config = model.config.get_text_config()
     if not attends_to_all(config):
         return False
@@ -141,7 +144,10 @@ def _computes_the_same(
 def _probe(
     model: PreTrainedModel, vocabulary: int, attention: AttentionChoices, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
-    """Return the largest logprob differences of two separate rows from `what`, and from both rows as one row.
+    """Compare the logprobs of two separate rows with the logprobs of the same rows packed or as a tree (`what`).
+
+    Return the largest difference. Also return the largest difference from the logprobs of both rows joined to one row,
+    which a wrong mask would give.
 
     The first row's response has `long` tokens. On a GPU it must fill a block, because `flex_attention` uses other
     kernels for less than one block.

@@ -1,6 +1,7 @@
-"""Memory in bytes for training a transformers decoder in torch, beside its state, by arithmetic over its shape.
+"""Estimates, from a decoder's shape, the memory for its passes in torch, without weights and optimizer state.
 
-It counts what autograd keeps; tests compare it with tensors without content. Light to import, for `plan`.
+The estimates count the tensors that autograd keeps. Tests compare them with runs on tensors without content. This
+module imports little, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LITTLE_BYTES = 1 << 26
 
 
 def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
-    """Return the maximum padded tokens of a pass on a CPU, unless a single row is longer. More would save no time.
+    """Return the maximum number of padded tokens of a pass on a CPU, unless a row is longer. More would save no time.
 
     Args:
         shape: the model's shape; None if its config does not state it.
@@ -41,7 +42,7 @@ def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
     Args:
         shape: the model's shape.
         itemsize: bytes of an element of the dtype that the model computes in.
-        split: ranks that split each matrix.
+        split: number of ranks that split each matrix.
     """
     norm = 4 + 2 * itemsize  # the float32 input, the normalised one, and that times the weight
     attention = itemsize * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
@@ -65,7 +66,7 @@ def head_bytes(
     Args:
         tokens: number of tokens scored in one micro-batch.
         hidden: size of a hidden state.
-        vocabulary: rows of this rank's weight, which gets a gradient.
+        vocabulary: number of rows of this rank's weight, which gets a gradient.
         itemsize: bytes of an element of states and weight.
         trained: True if there is a backward pass.
         entropy_gradient: True if entropies are requested and have a gradient.

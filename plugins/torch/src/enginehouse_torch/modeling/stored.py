@@ -51,7 +51,7 @@ class StoredForm:
     """The names and parts under which a checkpoint stores a model's tensors.
 
     Args:
-        parts: parts of each of the model's tensors that is stored in another layout, by its name in the model.
+        parts: parts of each tensor that is stored in another layout, by the tensor's name in the model.
     """
 
     def __init__(self, parts: Mapping[str, tuple[StoredPart, ...]]):
@@ -112,7 +112,15 @@ class StoredForm:
 
 
 def _locate(model: PreTrainedModel, stored_name: str, rows: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
-    """Return the part of a model's tensor, with row numbers `own`, that has the row numbers `rows`."""
+    """Find the part of the model's tensor `name` that is stored as `stored_name`.
+
+    Args:
+        rows: row numbers that transformers stores under `stored_name`.
+        own: row numbers that the model's tensor `name` holds.
+
+    Raises:
+        ModelError: `rows` are not consecutive rows of `own`.
+    """
     if torch.equal(rows, own):
         return StoredPart(stored_name)
     if own.dim() == 3 and rows.dim() == 2:

@@ -57,7 +57,7 @@ class TokenModel:
         device: the device that it computes on.
         tokens_per_microbatch: maximum padded tokens of one forward pass, unless a single row is longer.
         share_prompts: True if rows with the same prompt may compute it once, provided that the model supports it.
-        dtype: the dtype that the model computes in; None: that of its parameters.
+        dtype: the dtype that the model computes in; None: the dtype of its parameters.
         attention: the option `attention` (`sharing.try_attention`); any but `"sdpa"` changes the model's attention.
         passes: for ranks that must run the model together (sharded parameters): maps the number of forward passes that
             this rank needs to the number that all ranks run. A rank runs its additional passes on one token, which does
@@ -180,7 +180,10 @@ class TokenModel:
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
-        """Return the number of passes that this rank makes for other ranks; collective, called before the first."""
+        """Return the number of passes that this rank makes only because other ranks make more; collective.
+
+        Must be called before the first pass.
+        """
         passes = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(passes) - passes
 

@@ -1,4 +1,4 @@
-"""Compares the gradient of a loss with differences of the loss."""
+"""Compares the gradient of a loss with finite differences of the loss."""
 
 from __future__ import annotations
 

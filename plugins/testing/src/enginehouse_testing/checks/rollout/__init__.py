@@ -1,7 +1,7 @@
 """The checks of rollout engines.
 
-Checks on which many others depend come first. Checks of one model stand together, because each model needs a launch.
-Checks that leave no engine behind come last.
+Checks on which many others depend come first. Checks that use the same model follow each other, because each change of
+the model needs a launch. Checks that leave no engine behind come last.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ async def _colocate(replica: ReplicaTrial) -> tuple[list[str], list[SampledCompl
 
 @CHECKS.judge(_colocate, since="1.1", capability=capabilities.COLOCATES, model=None, fresh=True)
 def colocates(result: tuple[list[str], list[SampledCompletion]]) -> Measured:
-    """In a trainer's process, it leaves threads, seeds, devices, the process group and every loss unchanged."""
+    """In a trainer's process, the engine leaves threads, seeds, devices, the process group and every loss unchanged."""
     mistakes, completions = result
     after = prefixed("beside a trainer, after an update", serves("tied, new", completions))
     return larger(wrong("; ".join(dict.fromkeys(mistakes))), after) if mistakes else after

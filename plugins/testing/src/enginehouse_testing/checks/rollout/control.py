@@ -72,7 +72,7 @@ def abort_one(completions: tuple[SampledCompletion, SampledCompletion]) -> Measu
 
 
 def _not_aborted(completion: SampledCompletion) -> str:
-    """Describe why a completion was not aborted with some of its tokens; empty if it was."""
+    """Return "" if a completion was aborted after some, but not all, of its tokens; else describe how it ended."""
     tokens = len(completion.tokens)
     if completion.reason != "abort":
         ended = f"ended with {completion.reason!r} after {tokens} of {LONG} tokens"
@@ -122,7 +122,7 @@ async def _pause(replica: ReplicaTrial, mode: PauseMode, tokens: int) -> Paused:
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
-    """Compare the request from before the pause with the old model, and the request during it with the new model."""
+    """Compare the request made before the pause with the old model, and the request made during it with the new."""
     if early.last >= version:
         return wrong(f"a request that ended before version {version} was served reports version {early.last}")
     return larger(

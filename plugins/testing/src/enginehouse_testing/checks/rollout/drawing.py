@@ -42,7 +42,7 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
 def _rows(count: int, path: str, **how: Any) -> list[list[int]]:
-    """Return random prompts for a tiny model, and texts for a user's model, whose directory is `path`."""
+    """Return random prompts for a tiny model, or texts as prompts for the user's model in the directory `path`."""
     return [prompt for prompt, _ in texts_as_ids(path)[:count]] if path else prompts(count, **how)
 
 
@@ -52,7 +52,7 @@ async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
 
 @CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
 def greedy(completions: Completions, model: str = "tied") -> Measured:
-    """At temperature 0 each token is the oracle's most likely token, up to an error in nats."""
+    """At temperature 0 each token is the oracle's most likely token; error as the gap of their logprobs in nats."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
     return wrong(f"a completion must have 24 tokens, not {short[0]}") if short else greedy_error(model, completions)
 
@@ -63,8 +63,8 @@ async def _draw_after_special_tokens(replica: ReplicaTrial) -> Completions:
 
 @CHECKS.judge(_draw_after_special_tokens)
 def token_ids(completions: Completions) -> Measured:
-    """A prompt is used exactly as its ids, special tokens included: the logprobs of the next tokens are the
-    oracle's."""
+    """A prompt is used exactly as its ids, special tokens included: the logprobs of the next tokens agree with the
+    oracle."""
     return logprob_error("tied", completions)
 
 
@@ -77,8 +77,8 @@ async def _draw_with_knobs(replica: ReplicaTrial, path: str = "") -> list[Comple
 
 @CHECKS.judge(_draw_with_knobs, tolerances=TOLERANCES)
 def logprobs(by_knobs: list[Completions], model: str = "tied") -> Measured:
-    """Logprobs of sampled tokens are the oracle's, over the whole distribution at the temperature (1 for greedy
-    sampling), whatever top_k and top_p are."""
+    """Logprobs of sampled tokens agree with the oracle. They refer to the whole distribution at the temperature (1 for
+    greedy sampling), whatever top_k and top_p are."""
     return larger(
         *(
             prefixed(
@@ -123,7 +123,7 @@ async def _score_prompts(replica: ReplicaTrial, path: str = "") -> list[tuple[li
 
 @CHECKS.judge(_score_prompts, capability=capabilities.PROMPT_LOGPROBS, tolerances=TOLERANCES)
 def prompt_logprobs(scores: list[tuple[list[int], list[float], int]], model: str = "tied") -> Measured:
-    """Logprobs of a prompt are the oracle's, with and without tokens to generate; the first is 0."""
+    """Logprobs of a prompt agree with the oracle, with and without tokens to generate; the first is 0."""
     worst = Measured(0.0)
     for prompt, scored, missing in scores:
         if len(scored) != len(prompt) or missing:

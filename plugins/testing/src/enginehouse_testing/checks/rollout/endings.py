@@ -34,7 +34,7 @@ async def _generate_to_ends(replica: ReplicaTrial) -> dict[str, list[SampledComp
 
 @CHECKS.judge(_generate_to_ends)
 def ends(completions: dict[str, list[SampledCompletion]]) -> Measured:
-    """A completion ends with the first stop token, which is kept, or at max_tokens, and reports which."""
+    """A completion ends with the first stop token, which is kept, or at max_tokens, and reports the reason."""
     mistakes = [f"{case}: {mistake}" for case, sampled in completions.items() if (mistake := _wrong_end(case, sampled))]
     if mistakes:
         return wrong("; ".join(mistakes))
@@ -115,8 +115,8 @@ async def _request_the_impossible(replica: ReplicaTrial) -> tuple[dict[str, str]
 
 @CHECKS.judge(_request_the_impossible, tolerance=EXACT)
 def refused(result: tuple[dict[str, str], list[SampledCompletion]]) -> Measured:
-    """A request that cannot be served raises an EnginehouseError for itself only, and the longest possible request is
-    served."""
+    """A request that cannot be served fails with an EnginehouseError, and no other request does; the longest possible
+    request is served."""
     mistakes, longest = result
     if mistakes:
         listed = "; ".join(f"{what} {how}" for what, how in mistakes.items())

@@ -32,8 +32,11 @@ LAST = Checks(RolloutCheck)
 
 
 async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[str]]:
-    """Put the cache to sleep, then everything, twice. Return completions of the model's weights and of an update's
-    weights, and descriptions of other mistakes."""
+    """Put the cache to sleep, then twice the whole engine, and wake what slept each time.
+
+    Returns:
+        The completions after each waking (the last after an update to another model), and descriptions of mistakes.
+    """
     engine, completions, mistakes = replica.engine, list[SampledCompletion](), list[str]()
 
     async def check_refusal(what: str) -> None:
@@ -66,8 +69,8 @@ async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[s
 
 @CHECKS.judge(_sleep, capability=capabilities.SLEEP, tolerance=LOGPROB_TOLERANCE)
 def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
-    """While asleep it generates nothing and reports its state. Once the cache is awake it serves as before, and once
-    everything is awake it serves the weights that an update brought."""
+    """While asleep, the engine generates nothing and reports its state. Once the cache is awake again, it serves as
+    before; after a sleep of the whole engine, it serves the weights that an update brought."""
     completions, mistakes = result
     if mistakes:
         return wrong("; ".join(mistakes))

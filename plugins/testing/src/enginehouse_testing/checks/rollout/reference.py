@@ -34,7 +34,7 @@ def distributions_of(model: str, completion: SampledCompletion, temperature: flo
 
 
 def logprob_error(model: str, completions: Iterable[SampledCompletion], temperature: float = 1.0) -> Measured:
-    """Return the largest difference of a generated token's logprob from the oracle's, in nats."""
+    """Return the largest difference, in nats, between the reported and the oracle's logprob of a generated token."""
     worst = Measured(0.0)
     for completion in completions:
         tokens, logprobs = completion.tokens, completion.logprobs
@@ -52,7 +52,7 @@ def logprob_error(model: str, completions: Iterable[SampledCompletion], temperat
 
 
 def greedy_error(model: str, completions: Iterable[SampledCompletion]) -> Measured:
-    """Return the largest difference, in nats, between the most likely token and the token that the engine chose."""
+    """Return the largest difference, in nats, between the logprobs of the most likely and of the chosen token."""
     worst = Measured(0.0)
     for completion in completions:
         tokens = completion.tokens
@@ -78,5 +78,5 @@ def serves(model: str, completions: Sequence[SampledCompletion], version: int | 
 
 
 def prefixed(what: str, measured: Measured) -> Measured:
-    """Return a result whose detail first says what was judged."""
+    """Return a result whose detail begins with `what`, which names the judged part."""
     return Measured(measured.error, f"{what}: {measured.detail}") if measured.detail else measured

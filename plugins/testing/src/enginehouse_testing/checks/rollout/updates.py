@@ -60,20 +60,21 @@ async def _update_and_return(replica: ReplicaTrial) -> list[Look]:
 
 @CHECKS.judge(_update_and_return)
 def update(looks: list[Look]) -> Measured:
-    """After each of three updates (to new weights, back, and again), tokens, logprobs and versions are those of the
-    served weights."""
+    """After each of three updates (to new weights, back, and again), tokens, logprobs and versions match the served
+    weights."""
     return _judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, capability=capabilities.EXPERTS, model="experts")
 def update_experts(looks: list[Look]) -> Measured:
-    """The same holds for a mixture of experts."""
+    """After each of three updates of a mixture of experts, tokens, logprobs and versions match the served weights."""
     return _judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, model="untied")
 def update_untied(looks: list[Look]) -> Measured:
-    """The same holds for a model with a separate output layer."""
+    """After each of three updates of a model with a separate output layer, tokens, logprobs and versions match the
+    served weights."""
     return _judge_looks(looks)
 
 
@@ -88,8 +89,8 @@ async def _update_by_steps(replica: ReplicaTrial) -> list[tuple[str, list[list[f
 
 @CHECKS.judge(_update_by_steps, since="1.1", capability=capabilities.PROMPT_LOGPROBS, tolerance=0.5)
 def small_updates(steps: list[tuple[str, list[list[float]]]]) -> Measured:
-    """Updates as small as a step at a learning rate of 1e-6 take effect: logprobs of prompts change as the oracle's do;
-    error as the missing fraction of the change."""
+    """Updates as small as a step at a learning rate of 1e-6 take effect: logprobs of prompts change as in the oracle;
+    error as the fraction of the oracle's change that is missing."""
     scores = []
     lengths = [len(row) for row in PROBE]
     for name, scored in steps:
@@ -124,7 +125,7 @@ async def _update_behind_cache(replica: ReplicaTrial) -> list[Look]:
 
 @CHECKS.judge(_update_behind_cache)
 def prefix_cache(looks: list[Look]) -> Measured:
-    """Cached states of a prompt from before an update are not used after it."""
+    """After an update, the engine uses no prompt states that it cached before the update."""
     return _judge_looks(looks)
 
 
@@ -136,7 +137,7 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
     lost = "model.layers.1.mlp.up_proj.weight"
 
     async def look_at_old(what: str) -> None:
-        """Abort the update, and look at the old weights."""
+        """Abort the update, and note whether the old weights are still served."""
         await soon(engine.abort_weight_update())
         await soon(engine.resume())
         state = await soon(engine.weight_state())
@@ -272,7 +273,10 @@ async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]
 
 
 def _difference(state: WeightState, version: int | None, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Describe how a replica's state differs from the version and, if it gives any, the checksums."""
+    """Describe how a replica's state differs from the expected version and tensors; empty if it does not.
+
+    Tensors are compared by their checksums, if the state has checksums.
+    """
     if state.version != version:
         return f"weight_state says version {state.version}, not {version}"
     if not state.checksums:

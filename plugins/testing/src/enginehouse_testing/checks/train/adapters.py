@@ -61,8 +61,8 @@ def _score_adapted(model: str, adapter: str) -> torch.Tensor:
 
 @CHECKS.judge(_train, tolerance=1e-5)
 def lora(seen: list[Seen]) -> Measured:
-    """An adapted model starts as the original model. Merged in transformers, or as an adapter in peft, it scores as in
-    the engine; without its adapter it remains the original."""
+    """A model with a new adapter equals the original model. Once it is trained, its merged export in transformers and
+    its exported adapter in peft score as the engine does, and without the adapter it still equals the original."""
     first = seen[0].value
     for rank in seen:
         if (bits := same_bits(first["exported"], rank.value["weights"], "merged export against weights")).error:

@@ -61,8 +61,8 @@ def load(rank: Rank, model: str = "tied") -> dict[str, Any]:
 
 @CHECKS.judge(save, load)
 def checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
-    """An engine that loads a checkpoint continues as the engine that saved it: weights, optimizer, schedule, random
-    numbers of every rank."""
+    """An engine that loads a checkpoint continues like the engine that saved it, with the same weights, optimizer
+    state, schedule and random numbers on every rank."""
     for rank, (before, after) in enumerate(zip(saved, loaded, strict=True)):
         if not torch.equal(before.value["numbers"], after.value["numbers"]):
             return wrong(f"rank {rank} draws other random numbers after loading")

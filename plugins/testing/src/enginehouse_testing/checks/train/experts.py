@@ -1,4 +1,4 @@
-"""Checks a mixture of experts: results of router and experts, and the places of their weights."""
+"""Checks of training engines that are repeated with a mixture of experts as the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from enginehouse_testing.problem import EXPERTS
 
 @functools.cache
 def _with_experts(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Return an act or a judge for the mixture of experts. Cached, so that checks that share an act run it once."""
+    """Return an act or a judge that gets the mixture of experts as its model.
+
+    The result is cached, so that checks that share an act still share it, and it runs once.
+    """
     return functools.partial(function, **{argument: EXPERTS if argument == "models" else EXPERTS[0]})
 
 
 def _of_experts(check: Check, argument: str) -> Check:
-    """Return the check for a mixture of experts. `argument` is the parameter by which its acts get the model."""
+    """Return the check for a mixture of experts. `argument` names the parameter of its acts that takes the model."""
     return replace(
         check,
         name=f"experts_{check.name}",

@@ -31,7 +31,7 @@ once more."""
 
 
 def read_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the gradients that made AdamW's first step, under `READING`."""
+    """Compute gradients from the weights before and after AdamW's first step with the options `READING`."""
     gradients = {}
     for name, weight in before.items():
         step = (weight.double() - after[name].double()) / LR
@@ -53,7 +53,7 @@ def take_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(take_step, tolerances=TOLERANCES)
 def gradients(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """The gradient of one step is the oracle's on every rank; error relative to its norm."""
+    """The gradient of one step agrees with the oracle on every rank; error relative to the norm of the gradient."""
     return larger(
         *(
             located(

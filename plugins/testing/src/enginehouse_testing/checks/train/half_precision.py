@@ -63,7 +63,7 @@ def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 
 @CHECKS.judge(_run)
 def half_precision(seen: list[Seen]) -> Measured:
-    """In bfloat16 logprobs are close to the float32 oracle's, small steps add up, and weights leave in bfloat16."""
+    """In bfloat16, logprobs are close to the float32 oracle's, small steps add up, and sent weights are bfloat16."""
     for rank in seen:
         for name, weight in rank.value["after"].items():
             if weight.is_floating_point() and weight.dtype != torch.bfloat16:

@@ -51,7 +51,7 @@ def offload(seen: list[Seen]) -> Measured:
 
 
 def _measure_memory(rank: Rank) -> float:
-    """Return the part of the GPU memory that is still held once everything is offloaded."""
+    """Return the fraction of the allocated GPU memory that is still allocated once everything is offloaded."""
     with rank.engine("tied", **TRAINING) as engine:
         step(engine, rank.shard(engine, batch()))
         held = torch.cuda.memory_allocated()

@@ -44,7 +44,7 @@ def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(read)
 def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """At the start the weights equal the checkpoint's, bit for bit; each rank's parts are where the metadata say."""
+    """At the start the weights equal the checkpoint bit for bit; each rank yields the parts that the metadata name."""
     measured = [Measured(0.0)]
     for model in models:
         right = stored_tensors(model_path(model))

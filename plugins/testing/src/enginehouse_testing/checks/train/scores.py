@@ -40,7 +40,7 @@ def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, 
 
 @CHECKS.judge(score, tolerances=TOLERANCES)
 def logprobs(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Logprobs and entropy of each token are the oracle's, at any temperature, with and without a loss mask; error
+    """Logprobs and entropy of each token agree with the oracle, at any temperature, with and without a loss mask; error
     relative to the largest."""
     parts = outputs_of(seen)
     measured = []

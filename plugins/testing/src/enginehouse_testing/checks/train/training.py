@@ -17,7 +17,7 @@ CHECKS = Checks(tolerance=1e-4)
 
 
 def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
-    """Take one optimizer step; return the metrics of its two calls."""
+    """Take one optimizer step; return the metrics of `forward_backward` and of `optim_step`."""
     return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
 
 
@@ -34,7 +34,7 @@ def train(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(train)
 def training(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Weights after 5 steps with warm-up, schedule, clipping and weight decay are the oracle's."""
+    """Weights after 5 steps with warm-up, schedule, clipping and weight decay agree with the oracle."""
     return larger(
         *(
             located(
@@ -48,7 +48,7 @@ def training(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 
 @CHECKS.judge(train)
 def metrics(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Loss, gradient norm and learning rate of each step are the oracle's; relative error."""
+    """Loss, gradient norm and learning rate of each step agree with the oracle; relative error."""
     measured = []
     model = models[0]
     right = reference.trained(model)[0]

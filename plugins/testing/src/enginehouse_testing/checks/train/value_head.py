@@ -1,4 +1,4 @@
-"""Checks critics: a model with a value head."""
+"""Checks critics, which are models with a value head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _train_oracle(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, di
 
 @CHECKS.judge(_train, tolerance=1e-4)
 def value_head(seen: list[Seen]) -> Measured:
-    """Values (to 1e-5), and weights after 5 steps with squared errors as the loss, equal the oracle's."""
+    """Values (to 1e-5), and weights after 5 steps with squared errors as the loss, agree with the oracle."""
     measured = []
     for model in CRITICS:
         head = seen[0].value[model][0].get(VALUE_HEAD)

@@ -1,4 +1,7 @@
-"""Checks that weights arrive bit for bit and in order, in buckets of any size, and that few are gathered ahead."""
+"""Checks that weights arrive bit for bit and in order, in buckets of any size.
+
+Also checks that a sender gathers few buckets before they are received.
+"""
 
 from __future__ import annotations
 

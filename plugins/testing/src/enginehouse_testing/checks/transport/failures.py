@@ -31,7 +31,7 @@ def check_error(call: Callable[[], Any], kind: type[Exception] = WeightSyncError
 
 
 def check_errors(link: Link, futures: list[Future[Any]], kind: type[Exception] = WeightSyncError) -> str:
-    """Describe the first mistake in how the calls behind `futures` fail."""
+    """Describe the first call behind `futures` that does not raise an error of the expected kind; empty if all do."""
     mistakes = (check_error(lambda future=future: future.result(link.seconds), kind) for future in futures)  # type: ignore[misc]
     return next(filter(None, mistakes), "")
 
@@ -45,7 +45,7 @@ def check_next(connection: OpenLink, version: int) -> str:
 
 @CHECKS.act()
 def _abort(link: Link) -> str:
-    """An abort by either side, after any bucket, fails both sides at once, and the next version arrives exactly."""
+    """An abort by either side, after any bucket, fails both sides at once, and the next version arrives bit for bit."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         version = 0
@@ -146,7 +146,7 @@ def _versions(link: Link) -> str:
 
 @CHECKS.act()
 def _closed(link: Link) -> str:
-    """A call that waits for a closed connection fails."""
+    """A call fails if either side has closed the connection that the call waits for."""
     for side in ("sender", "receiver"):
         with link.connect(random_weights(0)) as connection:
             waiting = connection.receive(1, link.unhurried) if side == "sender" else []
