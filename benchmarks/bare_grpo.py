@@ -152,7 +152,7 @@ def train(
     The ratio to the rollout's own logprobs is clipped; there is no KL term.
     """
     torch.manual_seed(seed)
-    adamw, schedule = optimizer(model, lr=1.5e-3, betas=(0.9, 0.99), warmup=5, total=steps)
+    adamw, schedule = optimizer(model, lr=1e-3, betas=(0.9, 0.99), warmup=5, total=steps)
     eos, prompt_length = model.config.eos_token_id, task.train.shape[1]
     prompt_batches = batches(task.train, prompts_per_step, torch.Generator().manual_seed(seed))
     seconds = []

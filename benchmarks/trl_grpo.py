@@ -79,7 +79,7 @@ def main() -> None:
         scale_rewards="group",
         # the same optimizer
         max_steps=arguments.steps,
-        learning_rate=1.5e-3,
+        learning_rate=1e-3,
         adam_beta1=0.9,
         adam_beta2=0.99,
         weight_decay=0.0,

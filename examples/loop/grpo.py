@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import enginehouse.library as eh
 
 MODEL, PROMPTS, SAMPLES = "runs/loop/model", 32, 8
-ADAMW = {"lr": 1.5e-3, "betas": (0.9, 0.99), "warmup_steps": 5, "schedule": "linear"}
+ADAMW = {"lr": 1.0e-3, "betas": (0.9, 0.99), "warmup_steps": 5, "schedule": "linear"}
 
 
 def reward(prompt: str, response: str) -> float:

@@ -29,7 +29,15 @@ def test_the_tables_have_the_figures_of_the_kept_result(side):
     assert cells("README.md", begins["README.md"]) == [f"{solved} ({seeds})", seconds, memory]
     gain = f"{metrics[f'gain_in_standard_errors/{side.lower()}']:.1f}"
     cpu, everything = f"{row['cpu_seconds']:.1f}", f"{row['all_gib']:.1f} GiB"
-    assert cells("docs/results.md", begins["docs/results.md"]) == [solved, seeds, gain, seconds, cpu, memory, everything]
+    assert cells("docs/results.md", begins["docs/results.md"]) == [
+        solved,
+        seeds,
+        gain,
+        seconds,
+        cpu,
+        memory,
+        everything,
+    ]
 
 
 def test_the_gain_is_at_least_three_standard_errors_and_what_the_model_solved_before_is_said():
