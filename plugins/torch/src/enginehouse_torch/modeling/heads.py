@@ -110,7 +110,8 @@ def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Out
 def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
     """Return the result of `scores` for hidden states `(1, tokens, hidden)`, as `(1, tokens, 1 or 2)`.
 
-    Replaces the head's `forward`, which would return logits. If the head's weight is a DTensor, the ranks split the vocabulary.
+    Replaces the head's `forward`, which would return logits. If the head's weight is a DTensor, the ranks split the
+    vocabulary.
     """
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
