@@ -58,4 +58,4 @@ def test_the_tracker_on_the_page_can_be_named_without_a_package(package: Project
 def test_the_limits_on_the_page_are_those_of_the_code():
     said = f"waits {tracking.ENDING_SECONDS:.0f} seconds for all trackers together, {tracking.HURRY_SECONDS:.0f} if"
     assert said in PAGE.text
-    assert f"For a slow one {tracking.MOST_WAITING} rows wait" in PAGE.text
+    assert f"For a slow tracker, up to {tracking.MOST_WAITING} rows of metrics wait" in PAGE.text

@@ -118,7 +118,7 @@ def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
         (call("fail", how="key"), "error: KeyError: 'gone'"),
         (call("fail", how="exit"), "error: SystemExit: 3"),
         (call("fail", how="cancel"), "error: it was cancelled"),
-        (call("promise"), "error: TypeError: it gave what has to be awaited: define it by `async def`"),
+        (call("promise"), "error: TypeError: it returned a coroutine: define the tool by `async def`"),
         (call("give", what="dict"), '{"ä": [1, null]}'),
         (call("give", what="nothing"), "null"),
         (call("give", what="object"), "\"<module 'threading'"),
@@ -178,7 +178,7 @@ def test_an_episode_is_never_longer_than_it_may_be_or_the_models_read(limit):
 
 
 def test_a_prompt_that_leaves_no_room_is_an_episode_that_failed():
-    with pytest.raises(EpisodeFailed, match=r"the prompt has \d+ tokens with its tools, .* read 50"):
+    with pytest.raises(EpisodeFailed, match=r"the prompt has \d+ tokens with its tools, .* read only 50,"):
         played(tools("add"), "Yes.", most_tokens=50)
 
 

@@ -135,6 +135,6 @@ def test_plan_refuses_a_taskset_that_there_is_not(request: pytest.FixtureRequest
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("given", "name"), [({}, "task"), ({"column": "number"}, "number")])
 def test_plan_refuses_rows_that_name_no_task(given: dict[str, str], name: str):
-    with pytest.raises(ConfigError, match=rf"column: the data has no column {name!r}, .*. Available: prompts, row"):
+    with pytest.raises(ConfigError, match=rf"column: the data has no column {name!r} .*\. Available: prompts, row"):
         Verifiers.check({"taskset": "mine", **given}, ["row", "prompts"])
     Verifiers.check({"taskset": "mine", **given}, ["row", name])

@@ -172,7 +172,8 @@ def test_what_a_class_does_not_read_is_said_once(config):
     prediction_head(config.parent / "with_head")
     said = planned(config, "model.path=with_head", *FITTING).notes
     (note,) = [one for one in said if "mtp" in one]
-    assert note.startswith("model.path: the model's class does not read 2 tensors (mtp.layers, mtp.norm): not trained")
+    said = "model.path: the model's class does not read 2 tensors (mtp.layers, mtp.norm): they are not trained"
+    assert note.startswith(said)
 
 
 def test_a_model_that_no_engine_can_train_is_refused_by_plan(config):

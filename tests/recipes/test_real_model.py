@@ -115,7 +115,7 @@ def test_without_a_hub_the_package_is_pointed_to(hub: Hub, tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     done = CliRunner().invoke(main, ["recipes", "real-model", "--from-hub"])
     assert done.exit_code == 2
-    assert f"has no model {real_model.HUB}" in done.stderr
+    assert f"has no public model {real_model.HUB}" in done.stderr
     assert "Without a hub: enginehouse recipes real-model takes 4-bit weights" in done.stderr
     assert not list((tmp_path / "user" / "enginehouse" / "models").iterdir())
 

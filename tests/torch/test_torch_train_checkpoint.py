@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no part 'weights'"):
         engine.load(str(tmp_path / "wide"), ("weights",))
     make_engine(tiny_model(layers=3)).save(str(tmp_path / "deep"), ("model",))
-    with pytest.raises(CheckpointError, match=r"an unknown 'model\.model\.layers\.2"):
+    with pytest.raises(CheckpointError, match=r"an unknown entry 'model\.model\.layers\.2"):
         engine.load(str(tmp_path / "deep"), ("model",))
 
 

@@ -120,8 +120,8 @@ def test_answers_of_a_large_step_are_dealt_to_a_token() -> None:
     [
         ([1], 0, "0 parts"),
         ([2, -1], 2, "row 1 is negative"),
-        ([0.5, 1.0], 2, "whole number"),
-        ([[1, 2]], 2, "whole number"),
+        ([0.5, 1.0], 2, "one-dimensional integers, not float64"),
+        ([[1, 2]], 2, r"one-dimensional integers, not int64 of shape \(1, 2\)"),
     ],
 )
 def test_nonsense_is_refused(lengths: list, parts: int, message: str) -> None:

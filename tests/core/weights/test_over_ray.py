@@ -108,7 +108,8 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate, monkeypatch):
         assert states[0] == states[1]
         assert [state.version for state in states] == [1, 1]
         two.actor.drift()
-        with pytest.raises(WeightSyncError, match=f"another training rank.*{faults.PARAMETER}"):
+        said = f"training rank 1, whose weights differ from those of a training rank .*{faults.PARAMETER}"
+        with pytest.raises(WeightSyncError, match=said):
             sync.publish(2)
         assert two.rollout.weight_state() == states
 

@@ -261,7 +261,7 @@ UNWRITTEN = {
         None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
     "tools for a string": (
         WITH_TOOLS, ["a", "b"], {"tools": [LOOK]}, {"tools": "tools"},
-        r"and 1 more row: the prompt is a string, .* and it has tools \(data.tools\): set data.chat_template=true"),
+        r"and 1 more row: the prompt is a string.* but the row has tools \(data.tools\): set data.chat_template=true"),
     "a system message for a string": (
         TEMPLATE, ["a", "b"], {}, {"system": "be brief"}, r"and 1 more row: .* data.system is set: set data.chat_tem"),
     "a system message without a template": (

@@ -346,7 +346,7 @@ def test_a_reply_that_does_not_follow_its_prompt_is_refused_with_what_to_give(wr
     """As DeepSeek-R1's: the prompt begins a thought, and of a turn of the past it writes none."""
     tokenizer = with_template(CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     path = write("a.jsonl", [{"prompt": ASKED, "response": SAID}])
-    with pytest.raises(DataError, match=r"row 1 .*prompt ends with '.*<think>.*give .* as a text"):
+    with pytest.raises(DataError, match=r"row 1 .*prompt ends with '.*<think>.*write the turn as a string"):
         DemonstrationDataset.load(path, tokenizer)
     path = write("a.jsonl", [{"prompt": ASKED, "response": "hm</think>it is 42"}])
     row = DemonstrationDataset.load(path, tokenizer).rows([0]).row(0)

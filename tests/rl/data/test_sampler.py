@@ -169,7 +169,7 @@ def test_other_sources_or_in_another_order_cannot_be_resumed() -> None:
     for others in ({"a": 3, "b": 2}, {"b": 2, "a": 3}, {"b": 3, "a": 2}):
         with pytest.raises(DataError, match=r"written with the files \[\['a', 2\], \['b', 3\]\] of data.train"):
             sampler(**others).load_state_dict(state)
-    with pytest.raises(DataError, match="written with the rows None"):
+    with pytest.raises(DataError, match="written with the files None of"):
         sampler(a=2, b=3).load_state_dict(sampler(a=5).state_dict())
     with pytest.raises(ValueError, match=r"the sources have \[5, 0\] rows"):
         sampler(a=5, b=0)

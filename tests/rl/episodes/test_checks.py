@@ -317,7 +317,10 @@ def test_rows_that_are_as_they_were_drawn_are_taken_and_have_the_same_columns():
     [
         ({"tokens": [3, 4, 12, 50, 14]}, "its token 3, 50, is marked as chosen, but the policy did not generate it"),
         ({"mask": [False] * 5}, "none of its tokens is marked as chosen"),
-        ({"mask": [False] * 4}, "it has 5 tokens, 4 mask, 5 logprobs, 5 versions"),
+        (
+            {"mask": [False] * 4},
+            "its columns must have equal lengths, but it has 5 tokens, 4 mask, 5 logprobs, 5 versions",
+        ),
         ({"token_rewards": [1.0] * 5}, "the reward of its token 0 is 1.0, but must be 0, because the policy did not"),
         ({"response": 3}, "its response is 3, not text"),
     ],

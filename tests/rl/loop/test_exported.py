@@ -42,7 +42,7 @@ def train(engine: Any, head: str) -> None:
     engine.optim_step()
 
 
-@pytest.mark.parametrize(("head", "named"), [("causal_lm", "logprobs of the tokens"), ("value", "the score")])
+@pytest.mark.parametrize(("head", "named"), [("causal_lm", "the logprobs of the tokens"), ("value", "the score")])
 def test_an_export_is_what_was_trained_until_that_is_trained_on(tmp_path: Path, head: str, named: str):
     engine, workers, spec = trained(head, tmp_path)
     assert compare_export(tmp_path, workers, spec) == ""

@@ -330,9 +330,12 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.arguments.clip_lo=1"], "\n  dual_clip: number or null, > 1; default unset\n"),
         (["algorithm.loss.arguments.clip_ratio=1"], "In verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
         (["algorithm.loss.arguments.clip_ratio_low=1"], "algorithm.loss.arguments.clip_low and "),
-        (["algorithm.loss.arguments.optim.lr=1"], "here actor.engine.options.lr, "),
+        (["algorithm.loss.arguments.optim.lr=1"], "in enginehouse actor.engine.options.lr, "),
         (["algorithm.loss.arguments.epsilon=1"], "In TRL epsilon, epsilon_high, delta; in enginehouse "),
-        (["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"], "here algorithm.advantage.arguments.scale"),
+        (
+            ["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"],
+            "in enginehouse algorithm.advantage.arguments.scale",
+        ),
         (["algorithm.advantage.arguments={scal: true}"], "Did you mean 'scale'?"),
         (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
         (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
@@ -521,7 +524,7 @@ def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
 def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: Callable[..., Plan]):
     joined = make("cluster.address=x", "rollout.placement=separate")
     assert joined.roles["rollout"].transport == "collective"
-    assert any("are known only when the run starts" in note for note in joined.notes)
+    assert any("share a host is known only when the run starts" in note for note in joined.notes)
     sharded = make("cluster.address=x", "rollout.placement=separate", "actor.processes=2")
     assert sharded.roles["rollout"].transport == "point_to_point"
     assert "any hosts of a cluster, and 2 processes train" in str(sharded)
@@ -654,7 +657,7 @@ def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], pro
     (earlier / "run.json").write_text("{}")
     project.make_model("runs/one/model")
     said = refusal(make, "run.overwrite=true", "model.path=runs/one/model")
-    assert "model.path (runs/one/model) lies in" in said
+    assert "model.path (runs/one/model) is inside " in said
 
 
 def test_a_copied_link_that_leads_nowhere_is_called_one(make: Callable[..., Plan], project: Project):

@@ -168,7 +168,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ),
         (
             "games:Small",
-            "'games:Small' does not implement Environment: run: it takes (self, task), and cannot be called as",
+            "'games:Small' does not implement Environment: run: it takes (self, task), but must accept the arguments",
         ),
         ("games:run", "'games:run' must be a class, but is run, a function"),
         (

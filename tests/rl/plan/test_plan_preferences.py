@@ -144,5 +144,5 @@ def test_the_command_line_plans_and_refuses(project: Project, monkeypatch: pytes
 def test_pairs_that_teach_nothing_are_counted(project: Project, make: Make, schema: Any):
     project.write_rows("pairs.jsonl", [{"prompt": f"{n}", "chosen": "1", "rejected": str(n % 4)} for n in range(40)])
     (note,) = [note for note in make(schema).notes if "are the same" in note]
-    assert "of 10 of 40 pairs" in note
+    assert "in 10 of the 40 pairs" in note
     assert "row 2 (line 2)" in note

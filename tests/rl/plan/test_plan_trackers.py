@@ -65,7 +65,7 @@ def _tracking(project: Project):
         ("[{name: 'tracking:Half'}]", "'tracking:Half' does not implement Tracker: it lacks log, finish"),
         (
             "[{name: 'tracking:Short'}]",
-            "'tracking:Short' does not implement Tracker: log: it takes (self, step), and cannot be",
+            "'tracking:Short' does not implement Tracker: log: it takes (self, step), but must accept",
         ),
         ("[{name: wandb}, {name: wandb}]", "run.trackers[1].name: 'wandb' is listed twice"),
         ("[{name: 'tracking:Kept', arguments: {path: a, api_key: abc}}]", "run.trackers[0].arguments.api_key holds a"),

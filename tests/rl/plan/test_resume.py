@@ -138,8 +138,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(resume: Make, run: RunDir
     planned = resume()
     assert planned.resumed is not None
     assert (planned.resumed.step, planned.resumed.passed_over) == (2, (place,))
-    (note,) = [note for note in planned.notes if note.startswith("skipped, ")]
-    assert f"step-000003: {why}" in note
+    (note,) = [note for note in planned.notes if note.startswith("damaged checkpoints are skipped")]
+    assert f"(step-000003: {why}" in note
     assert place.is_dir()  # a plan writes nothing
     RunDirectory.create(run.path, "", resumed=planned.resumed).finish("interrupted")
     assert {path.name for path in place.parent.iterdir()} == {"step-000002", "damaged-step-000003"}

@@ -62,7 +62,8 @@ def test_a_form_that_is_not_rows_of_one_tensor_is_refused():
     model._weight_conversions = [  # what transformers sets as it loads a model that is stored so
         WeightConverter("mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
     ]
-    with pytest.raises(ModelError, match=r"stores 'model\.layers\.0\.mlp\.gate_up\.weight' in another"):
+    said = r"stores 'model\.layers\.0\.mlp\.gate_up\.weight' in a layout that is not supported"
+    with pytest.raises(ModelError, match=said):
         StoredForm.of(model, frozenset())
 
 
