@@ -86,12 +86,21 @@ class TokenView:
         columns: the ragged columns of the batch, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
         row: row of each token, int64 `(tokens,)`.
         rows: number of rows.
+        counted: result of `counted_tokens`, if the engine computed it on the host; else None.
     """
 
     outputs: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     row: torch.Tensor
     rows: int
+    counted: torch.Tensor | None = None
+
+    def counted_tokens(self) -> torch.Tensor:
+        """Return the index of each token that `loss_mask` counts, int64 `(counted,)`. Since 1.1.
+
+        `columns["loss_mask"].nonzero()` is the same, but on a GPU it waits for all work so far.
+        """
+        return self.columns["loss_mask"].nonzero().squeeze(-1) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True, slots=True)

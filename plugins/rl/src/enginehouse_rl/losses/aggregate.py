@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+import torch
 
 from enginehouse.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["aggregate"]
 
@@ -46,7 +45,7 @@ def aggregate(
         return losses.sum(), float(losses.numel())
     if aggregation not in AGGREGATIONS:
         raise ConfigError(f"unknown loss aggregation {aggregation!r}. {nearest(aggregation, AGGREGATIONS)}")
-    counts = row.bincount(minlength=rows)
+    counts = losses.new_zeros(rows).index_add_(0, row, torch.ones_like(losses.detach()))
     weight = float((counts > 0).sum())
     if aggregation == "sequence_mean_token_mean":
         return (losses / counts[row]).sum(), weight

@@ -30,7 +30,7 @@ def clipped_value(
     Returns:
         The loss, with metrics `clip_fraction` (tokens whose clipped error counts), `value_mean` and `return_mean`.
     """
-    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+    counted = view.counted_tokens()
     values, returns = view.outputs["values"][counted], view.columns["returns"][counted]
     errors = (values - returns).square()
     losses, outside = errors, torch.zeros_like(errors)

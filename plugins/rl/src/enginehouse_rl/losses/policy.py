@@ -36,7 +36,7 @@ class PolicyTokens:
 
     def __init__(self, view: TokenView):
         self._view = view
-        self._counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+        self._counted = view.counted_tokens()
         self.row, self.rows = view.row[self._counted], view.rows
         self.logprobs = self.output("logprobs")
         self.old_logprobs, self.advantages = self.column("old_logprobs"), self.column("advantages")
@@ -60,8 +60,9 @@ class PolicyTokens:
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
         """Return for each token the mean of `values` over the tokens of its row."""
-        totals = torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
-        return (totals / self.row.bincount(minlength=self.rows).clamp(min=1))[self.row]
+        zeros = torch.zeros(self.rows, dtype=values.dtype, device=values.device)
+        totals, tokens = zeros.index_add(0, self.row, values), zeros.index_add(0, self.row, torch.ones_like(values))
+        return (totals / tokens.clamp(min=1))[self.row]
 
 
 Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]

@@ -13,6 +13,6 @@ def supervised(view: TokenView, *, aggregation: Unscaled = "token_mean") -> Loss
         view: output `logprobs`; column `loss_mask`.
         aggregation: see `enginehouse_rl.losses.aggregate`.
     """
-    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+    counted = view.counted_tokens()
     total, weight = aggregate(-view.outputs["logprobs"][counted], view.row[counted], view.rows, aggregation)
     return LossValue(total, weight)

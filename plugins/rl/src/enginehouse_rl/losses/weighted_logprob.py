@@ -23,6 +23,6 @@ def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: U
 
 def weighted(view: TokenView, output: str, column: str, aggregation: Unscaled) -> LossValue:
     """Compute `-weight * output` of the counted tokens."""
-    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+    counted = view.counted_tokens()
     losses = -view.columns[column][counted] * view.outputs[output][counted]
     return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))

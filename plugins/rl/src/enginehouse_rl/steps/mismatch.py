@@ -53,14 +53,13 @@ def mismatch(samples: DistributedBatch, version: int) -> Metrics:
 
 
 def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
-    mask, rollout_logprobs, logprobs = samples["loss_mask"], samples["rollout_logprobs"], samples["old_logprobs"]
-    tokens = int(mask.values.sum())
+    mask = samples.ragged("loss_mask")
+    counted = mask.values.nonzero().squeeze(-1)
+    row = mask.row[counted]
+    logprobs, rollout = (samples.ragged(name).values[counted] for name in ("old_logprobs", "rollout_logprobs"))
 
     def figures(rows: torch.Tensor) -> dict[str, Mean | Max]:
-        compared = mask.values & rows[mask.row]
-        return _measure(
-            logprobs.values[compared], rollout_logprobs.values[compared], mask.row[compared], len(samples), tokens
-        )
+        return _measure(logprobs, rollout, row, len(samples), rows[row])
 
     metrics = figures(_mask_version(samples, version))
     behind = version - samples["first_version"]
@@ -97,17 +96,16 @@ def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, A
     """
     value = plugins().function("loss", loss)(view, **arguments)
     with torch.no_grad():
-        mask = view.columns["loss_mask"]
-        compared = mask & _mask_version(view.columns, version)[view.row]
+        counted = view.counted_tokens()
+        row = view.row[counted]
         figures = _measure(
-            view.outputs["logprobs"][compared],
-            view.columns["rollout_logprobs"][compared],
-            view.row[compared],
+            view.outputs["logprobs"][counted],
+            view.columns["rollout_logprobs"][counted],
+            row,
             view.rows,
-            int(mask.sum()),
+            _mask_version(view.columns, version)[row],
+            view.outputs["entropy"][counted] if "entropy" in view.outputs else None,
         )
-        if "entropy" in view.outputs:
-            figures["entropy"] = Mean(float(view.outputs["entropy"][mask].sum()), float(mask.sum()))
     return replace(value, metrics={**figures, **value.metrics})
 
 
@@ -117,41 +115,53 @@ def _mask_version(columns: Batch | Mapping[str, torch.Tensor], version: int) -> 
 
 
 def _measure(
-    actor: torch.Tensor, rollout: torch.Tensor, row: torch.Tensor, rows: int, tokens: int
+    actor: torch.Tensor,
+    rollout: torch.Tensor,
+    row: torch.Tensor,
+    rows: int,
+    compared: torch.Tensor,
+    entropy: torch.Tensor | None = None,
 ) -> dict[str, Mean | Max]:
-    """Return the metrics of the compared tokens.
+    """Return the metrics of the compared tokens among the counted tokens, by one read from the device.
 
     Args:
-        actor: The actor's logprobs, float32 `(compared,)`.
-        rollout: The rollout's logprobs, float32 `(compared,)`.
-        row: The row of each token, int64 `(compared,)`.
+        actor: The actor's logprobs, float32 `(counted,)`.
+        rollout: The rollout's logprobs, float32 `(counted,)`.
+        row: The row of each token, int64 `(counted,)`.
         rows: Number of rows.
-        tokens: Number of all tokens in `loss_mask`, compared or not.
+        compared: The tokens to compare, bool `(counted,)`.
+        entropy: The actor's entropy, float32 `(counted,)`; its mean is over all counted tokens.
     """
-    count = len(actor)
+    tokens = len(actor)
     if not tokens:
         return {}
-    figures: dict[str, Mean | Max] = {"mismatch/compared": Mean(float(count), float(tokens))}
-    if not count:
-        return figures
     actor, rollout = actor.double(), rollout.double()
-    difference = actor - rollout
+    nothing = torch.zeros((), dtype=torch.float64, device=actor.device)
+    difference = (actor - rollout).where(compared, nothing)
     ratio = cap_log_ratios(difference).exp()
-    of_row = torch.zeros(rows, dtype=difference.dtype, device=difference.device).index_add_(0, row, difference)
-    occupied = row.bincount(minlength=rows) > 0
+    of_row = nothing.expand(rows).clone()
+    occupied = of_row.index_add(0, row, compared.double()) > 0
+    of_row = of_row.index_add(0, row, difference)
     absolute = difference.abs()
     inside = (ratio >= 1 / RATIO_BOUND) & (ratio <= RATIO_BOUND)
     sums = (
+        compared.sum(),
         absolute.max(),
         absolute.sum(),
-        token_kl(rollout, actor, "k3").sum(),
-        ratio.sum(),
-        (~inside).sum(),  # so NaN counts as outside
-        cap_log_ratios(of_row[occupied]).exp().sum(),
+        token_kl(rollout, actor, "k3").where(compared, nothing).sum(),
+        ratio.where(compared, nothing).sum(),
+        (~inside & compared).sum(),  # so NaN counts as outside
+        cap_log_ratios(of_row).exp().where(occupied, nothing).sum(),
         occupied.sum(),
+        nothing if entropy is None else entropy.double().sum(),
     )
-    # one transfer from the device
-    highest, total, kl, ratios, outside, products, sequences = torch.stack([value.double() for value in sums]).tolist()
+    read = torch.stack([value.double() for value in sums]).tolist()
+    count, highest, total, kl, ratios, outside, products, sequences, entropies = read
+    figures: dict[str, Mean | Max] = {"mismatch/compared": Mean(count, float(tokens))}
+    if entropy is not None:
+        figures["entropy"] = Mean(entropies, float(tokens))
+    if not count:
+        return figures
     return figures | {
         "mismatch/absolute_mean": Mean(total, count),
         "mismatch/absolute_max": Max(highest),

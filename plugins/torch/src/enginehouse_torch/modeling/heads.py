@@ -85,8 +85,25 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     Returns:
         The requested columns, each float32 `(tokens,)`.
     """
-    with compute_rows_alone(model, model_input):
+    with compute_rows_alone(model, model_input), _rows_count_from_zero(model_input):
         return _token_outputs(model, model_input, outputs)
+
+
+@contextlib.contextmanager
+def _rows_count_from_zero(model_input: ModelInput) -> Iterator[None]:
+    """Tell transformers that positions restart nowhere within a row, if `model_input` has none.
+
+    Otherwise each pass reads this from the device, and so waits for all work before it.
+    """
+    from transformers import masking_utils
+
+    ask = masking_utils.find_packed_sequence_indices
+    if model_input.positions is None:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = ask
 
 
 def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:

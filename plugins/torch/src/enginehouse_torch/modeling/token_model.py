@@ -131,7 +131,8 @@ class TokenModel:
         function = self._get_loss(loss.name)
         flat_ids = token_ids(batch)
         metrics: list[Metrics] = []
-        weight = 0.0
+        totals: list[torch.Tensor] = []
+        weights: list[float] = []
         parts = self.microbatches(batch)
         idle = self._idle_passes(parts)
         for part in parts:
@@ -148,12 +149,16 @@ class TokenModel:
                     _backward(value.total, outputs)
                 elif value.total.requires_grad:
                     value.total.backward()
-            weight += value.weight
-            metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
+            totals.append(value.total.detach())
+            weights.append(value.weight)
+            metrics.append(value.metrics)
             note_progress()
         for _ in range(idle):
             _backward(torch.zeros(()), self.token_outputs(self.model, self._idle_input(), loss.outputs))
-        return merge_metrics(metrics), weight
+        # Read after all were launched, because reading a total waits for the device.
+        read = torch.stack(totals).tolist() if totals else []
+        metrics += [{"loss": Mean(total, weight)} for total, weight in zip(read, weights, strict=True)]
+        return merge_metrics(metrics), sum(weights)
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """Cut a batch so that no forward pass has more padded tokens than the budget, unless a single row is longer."""

@@ -38,6 +38,10 @@ def token_view(
         outputs: the requested outputs, 0 for tokens that are not needed.
         device: device of the view.
     """
+
+    def to_device(column: torch.Tensor) -> torch.Tensor:
+        return column.to(device, non_blocking=True)
+
     offsets = batch.ragged("input_ids").offsets
     if rows is not None:
         batch = batch.take(rows)
@@ -51,14 +55,17 @@ def token_view(
         if getattr(outputs, name):
             spread[name] = torch.zeros(tokens, device=device)
             if needed is not None:
-                spread[name] = spread[name].index_copy(0, torch.from_numpy(needed).to(device), found[name])
+                spread[name] = spread[name].index_copy(0, to_device(torch.from_numpy(needed)), found[name])
     columns: dict[str, torch.Tensor] = {}
     for name in batch.columns:
         column = batch[name]
         if isinstance(column, Ragged):
             if column.offsets is offsets or torch.equal(column.offsets, offsets):
-                columns[name] = column.values.to(device)
+                columns[name] = to_device(column.values)
         elif isinstance(column, torch.Tensor):
-            columns[name] = column.to(device)
-    row_of = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff(), output_size=tokens).to(device)
-    return TokenView(spread, columns, row_of, len(batch))
+            columns[name] = to_device(column)
+    row_of = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff(), output_size=tokens)
+    counted = None
+    if "loss_mask" in columns:  # on the host, because a device would have to be waited for
+        counted = to_device(batch.ragged("loss_mask").values.nonzero().squeeze(-1))
+    return TokenView(spread, columns, to_device(row_of), len(batch), counted)
