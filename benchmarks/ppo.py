@@ -28,6 +28,7 @@ from benchmarks.sides import (
 
 WORK = ROOT / "benchmarks" / "out" / "ppo"
 PPO = (
+    "actor.engine.options.lr=1.5e-3",
     "algorithm.advantage.name=gae",
     "algorithm.advantage.arguments={lam: 0.95}",
     "critic.shares=actor",
