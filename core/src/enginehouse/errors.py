@@ -36,12 +36,12 @@ class DataError(UserError):
 
 
 class SaveError(EnginehouseError):
-    """State or a model could not be written. This counts as a failure of the disk, even if a user's mistake caused
-    it, and is therefore no `UserError`."""
+    """State or a model could not be written. The error counts as a failure of the disk, not as a `UserError`, even if a
+    user's mistake caused it."""
 
 
 class SaveTooLate(SaveError):
-    """State or a model was written only in part before the time limit."""
+    """The time limit passed before the state or the model was written completely."""
 
 
 class ModelError(UserError):

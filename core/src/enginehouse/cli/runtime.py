@@ -139,7 +139,7 @@ def doctor(name: str | None) -> None:
 
 
 def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
-    """Return the state of a runtime, and check its interpreter and a worker in it if the state is ok."""
+    """Return the state of a runtime. If the state is ok, start its interpreter, and run the imports of a worker."""
     from enginehouse.runtimes.probe import check_interpreter, check_worker
 
     manifest = runtime.manifest
@@ -158,7 +158,8 @@ def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
 
 
 def _record(manager: PluginManager, backend: str) -> Backend | None:
-    """Return the record of the engine with this name, if the engine declares runtimes. A rollout engine comes first."""
+    """Return the record of the engine with this name; None if no engine with this name declares runtimes. If a rollout
+    engine and a training engine do, return the record of the rollout engine."""
     for kind in ("rollout", "train"):
         for provided in manager.providers(kind, backend) if backend else ():
             if isinstance(provided.record, Backend) and provided.record.runtimes:
@@ -207,7 +208,7 @@ def _make_with_progress(recipe: RuntimeRecipe, name: str | None) -> Runtime:
 
 
 def _when_used(record: Backend) -> str:
-    """Describe whether a config uses this runtime by default."""
+    """Return a sentence that says when a config uses the runtime of this engine."""
     if any(find_missing(record.requires)):
         return f"It is used wherever a config asks for {record.name!r}"
     return (

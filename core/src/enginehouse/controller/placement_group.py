@@ -86,7 +86,7 @@ class PlacementGroups:
         """Guards the attributes below. Held only briefly."""
         self._placement_groups: list[Any] = []
         self._given_back = 0
-        # A garbage-collected object must not stay reserved. At exit Ray frees everything anyway.
+        # The bundles of a garbage-collected object must not stay reserved. At exit Ray frees everything anyway.
         self._to_remove: list[Any] = []
         weakref.finalize(self, remove, self._to_remove).atexit = False
 
@@ -175,7 +175,8 @@ class PlacementGroups:
             self.give_back()
 
     def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
-        """Reserve the nodes one after the other, the largest first, so that no small entry takes a large node."""
+        """Reserve the placement groups one after the other, the largest first. A small group then cannot take the node
+        that a large group needs."""
         from ray.util import placement_group
 
         asked: list[Any] = [None] * len(self.processes_per_node)
@@ -197,7 +198,7 @@ class PlacementGroups:
             raise PlacementError(f"pool {self.name!r} was shut down while a worker group waited for its places")
 
     def _wait(self, groups: Sequence[Any], deadline: float, timeout: float, given_back: int) -> None:
-        """Wait until the groups, except None, are placed."""
+        """Wait until Ray has placed all groups. Skip entries that are None: these groups were not requested yet."""
         for group in groups:
             while group is not None and (state := _state(group)) != "CREATED":
                 ray_access.check()
@@ -353,7 +354,7 @@ class Room:
         return cls({node["NodeID"]: node["Resources"] for node in _nodes()}, _free())
 
     def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
-        """Take resources for a role's processes on one node, if it is large enough, else on as few nodes as possible.
+        """Take resources for a role's processes: on one node, if a node is large enough, else on as few as possible.
 
         If the free resources do not suffice, resources in use are taken as well, and the run later waits for them.
 

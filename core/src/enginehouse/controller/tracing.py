@@ -36,7 +36,8 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 
 class CallTrace:
-    """One call. Observers get `call_dispatched` at its start; listeners and `call_collected` are called at its end."""
+    """One call of a worker group. When the call starts, observers get the event `call_dispatched`. When the call ends,
+    the listeners are called, and observers get the event `call_collected`."""
 
     __slots__ = ("_ended", "call", "group", "method", "start_ns")
 

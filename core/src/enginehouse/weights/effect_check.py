@@ -1,4 +1,7 @@
-"""Checks that replicas compute with the weights that they serve. They and the trainer score a few fixed sequences."""
+"""Checks that replicas compute with the weights that they serve.
+
+The trainer and each replica compute the logprobs of a few fixed token sequences, the *probe*. The check compares them.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,25 @@ log = logging.getLogger(__name__)
 
 
 class EffectCheck:
-    """Compares scores of the probe over updates.
+    """Compares the logprobs that a replica computes for the probe with the logprobs that the trainer computes for it.
+
+    It also compares how much the logprobs of both have changed since the replica last took weights
+    (`enginehouse.weights.effect`).
 
     Args:
-        every: number of updates between checks. The first update of a connection and the first that changes weights are
-            checked too. If the replicas' weights cannot be read back, every update that changes weights is checked.
-            0 disables all checks.
-        tolerance: largest mean absolute difference of logprobs, in nats.
+        every: number of updates from one check to the next. The first update of a connection and the first update that
+            changes weights are checked too. If the replicas' weights cannot be read back, every update that changes
+            weights is checked. 0 disables all checks.
+        tolerance: largest accepted mean absolute difference between the logprobs of a replica and of the trainer, in
+            nats.
         probe: token sequences. Sequences of less than two tokens are left out.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
         self.every, self._tolerance = every, tolerance
         self.probe = [list(sequence) for sequence in probe if len(sequence) > 1]
-        # Scores and checksums of each replica (and of a role's first), when it last took weights and at the last check.
+        # Scores and checksums of each replica: `_agreed` when it last took weights, `_scored` at the last check. Under
+        # the role's name, `_agreed` has the scores of the role's first check.
         self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
         self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
         self._least_taken: dict[Member, float] = {}  # by replica
@@ -42,7 +50,8 @@ class EffectCheck:
 
     @property
     def least_taken(self) -> float | None:
-        """Least fraction of a change that any replica has shown; None before a replica was judged."""
+        """Smallest fraction that any replica has shown of a change in the trainer's logprobs; None before a replica was
+        judged."""
         return min(self._least_taken.values(), default=None)
 
     def begin_connection(self) -> None:
@@ -50,7 +59,12 @@ class EffectCheck:
         self._updates, self._change_seen = 0, False
 
     def note_update(self, changed: bool, checked: bool) -> None:
-        """Count a successful update; `changed` as in `is_due`."""
+        """Count a successful update.
+
+        Args:
+            changed: as in `is_due`.
+            checked: True if the update's effect was checked.
+        """
         self._updates += 1
         self._change_seen = self._change_seen or (changed and checked)
 
@@ -82,11 +96,11 @@ class EffectCheck:
             scored: each replica's logprobs; None for a lost replica.
 
         Returns:
-            The largest mean difference of a replica, and the least `share_taken` of a replica; None if no replica was
-            judged.
+            The largest mean absolute difference between the logprobs of a replica and of the trainer, and the smallest
+            `share_taken` of a replica. The second value is None if no replica was judged.
 
         Raises:
-            WeightSyncError: a replica computes with other weights.
+            WeightSyncError: a replica computes with other weights than it was sent.
         """
         differences, shares = [0.0], []
         for place, rows in enumerate(scored):
@@ -111,8 +125,8 @@ class EffectCheck:
         """Return the `share_taken` of a replica since it last took weights.
 
         A restarted replica is compared with the scores of the first update, because it started with those weights.
-        Scores of weights with the same checksums `sums` are not compared, because the logprobs of a trainer that is not
-        reproducible change even if its weights do not.
+        Earlier scores are compared only if their weights had other checksums than `sums`. With equal weights, the
+        logprobs of a trainer that is not reproducible change although its weights do not.
         """
         role, key = replicas.name, replicas.members[place]
         agreed = self._agreed.get(key) or self._agreed.get(role)

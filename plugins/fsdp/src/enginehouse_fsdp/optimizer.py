@@ -60,7 +60,8 @@ class ShardedAdamW:
     def step(self) -> Metrics:
         """Normalise and clip the gradients, take a step, and zero them; collective. FSDP has summed them over ranks.
 
-        If the gradients' norm is not finite, or no rank counted a weight, only the gradients are zeroed.
+        If the norm of the gradients is not finite, or the weights of the losses (`count`) add up to 0 over all ranks,
+        the gradients are zeroed without a step.
 
         Raises:
             NonFiniteWeights: the step made weights on some rank not finite.
@@ -112,7 +113,7 @@ class ShardedAdamW:
         return [state[moment] for state in states for moment in MOMENTS if moment in state]
 
     def restored(self, step_number: int) -> None:
-        """Continue from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number`, after the caller has overwritten the tensors of `state()` with saved values."""
         self.step_number = step_number
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))

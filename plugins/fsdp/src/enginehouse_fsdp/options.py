@@ -71,7 +71,8 @@ class FSDPOptions(PackingOptions):
         return self.model_copy(update={"activation_checkpointing": device == "cuda"})
 
     def check(self, processes: int) -> None:
-        """Check that the axes divide the processes and that the attention supports split sequences."""
+        """Check that the number of processes is divisible by the sizes of the axes. If ranks split sequences, also
+        check that the option `attention` allows that."""
         axis_sizes(processes, self)
         if self.context_parallel > 1 and self.attention not in ("auto", "sdpa"):
             raise ConfigError(
@@ -80,11 +81,12 @@ class FSDPOptions(PackingOptions):
             )
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check that the axes divide the heads."""
+        """Check that the model's number of attention heads is divisible by the axes that split heads."""
         check_heads(config, self)
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the model as the torch engine does, and that its sequences can be split and its layers adapted."""
+        """Check the model as the torch engine does. Also check that the model's attention supports split sequences, and
+        that the model has the layers to adapt, if the options ask for that."""
         from enginehouse_fsdp.examining import examine_for
 
         return examine_for(self, model)

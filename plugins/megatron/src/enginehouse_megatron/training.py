@@ -84,7 +84,8 @@ class BufferedTraining:
     def step(self) -> Metrics:
         """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        If the gradients' norm is not finite, or no rank counted a weight, only the gradients are zeroed.
+        If the norm of the gradients is not finite, or the weights of the losses (`count`) add up to 0 over all ranks,
+        the gradients are zeroed without a step.
 
         Raises:
             NonFiniteWeights: The step made weights on some rank not finite.

@@ -140,12 +140,15 @@ def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
 
 
 def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -> None:
-    """Mark a parameter of which each rank has another part, so that a norm counts all parts.
+    """Mark a parameter whose parts are on different ranks, so that the norm of the gradients counts every part.
 
-    megatron-core marks it when it initialises weights (layers.py:131, 250), which does not happen here. All ranks that
-    hold an expert sum its gradient, because each rank brings tokens. megatron-core marks this with `allreduce=False`,
-    which it sets only if ranks divide the experts (transformer_engine.py:1551). Here it is always set, so that a
-    checkpoint has the same two optimizers in every layout.
+    megatron-core sets this mark when it initialises weights (layers.py:131, 250), but this engine reads the weights
+    from files instead.
+
+    The parameters of experts also get `allreduce=False`. megatron-core then sums their gradients over the ranks that
+    hold the same experts, because each of these ranks has other tokens. megatron-core itself sets `allreduce=False`
+    only if ranks divide the experts (transformer_engine.py:1551). This engine sets it in every layout, so that every
+    checkpoint has the same two optimizers.
     """
     if is_expert:
         parameter.allreduce = False  # type: ignore[attr-defined]

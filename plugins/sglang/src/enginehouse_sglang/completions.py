@@ -1,4 +1,7 @@
-"""Translates requests to rows of SGLang's `/generate`, and its answers to completions."""
+"""Translates requests to rows, and SGLang's answers to completions.
+
+A *row* is one sequence in an HTTP request to SGLang's `/generate`: token ids to continue, and sampling parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ class PendingCompletion:
 
     Attributes:
         versions: Weight versions of the first and the last token of each answer.
-        reason: Finish reason; None until it ends.
-        rows: Number of rows sent to SGLang.
+        reason: Finish reason; None until the completion ends.
+        rows: Number of rows that were sent to SGLang for this completion.
         aborted: True if this engine was asked to abort the completion.
     """
 
@@ -37,7 +40,7 @@ class PendingCompletion:
 
     @property
     def row_id(self) -> str:
-        """SGLang's name for the newest row."""
+        """Id by which SGLang knows the newest row."""
         return f"{self.rid}-{self.rows}"
 
     def build_row(self, sampling: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
@@ -68,9 +71,10 @@ class PendingCompletion:
     ) -> bool:
         """Take SGLang's answer to a row and return True if the completion has ended.
 
-        SGLang also stops at end tokens of the tokenizer and the model that the request does not name. Another row then
-        continues from there; it gives the tokens that SGLang would have generated, because a seeded draw depends on the
-        position in the sequence.
+        SGLang also stops at end tokens of the tokenizer and the model that the request does not name. The completion
+        has then not ended, and the caller sends another row, which continues after the end token. The row gives the
+        same tokens as if SGLang had not stopped, because SGLang samples each token by the seed and the token's position
+        in the sequence.
 
         Raises:
             EnginehouseError: SGLang could not generate the completion, or another client ended it or changed the
@@ -108,7 +112,8 @@ class PendingCompletion:
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
     """Return the `n` completions of a request, each with its own seed; only one completion if all would be the same.
 
-    Each is a separate request to SGLang, which gives all samples of a seeded request the same tokens.
+    Each completion is a separate row, because SGLang gives all samples of one row the same tokens if the row has a
+    seed.
     """
     sampling = request.sampling
     prompt = list(request.prompt_ids)
@@ -117,7 +122,8 @@ def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]
 
 
 def _derive_seed(seed: int | None, number: int) -> int:
-    """Return a seed of 62 bits for a sample, random if `seed` is None, because SGLang's default is a constant."""
+    """Return a seed of 62 bits for a sample. If `seed` is None it is random, because SGLang's default seed is a
+    constant."""
     if seed is None:
         return secrets.randbits(62)
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 2

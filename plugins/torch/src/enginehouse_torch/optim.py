@@ -95,7 +95,8 @@ class FlatAdamW:
     def step(self) -> dict[str, float]:
         """Sum the gradients over ranks, normalise and clip them, take a step, and zero them; collective.
 
-        If the gradient's norm is not finite, or no rank counted a weight, only the gradients are zeroed.
+        If the norm of the gradients is not finite, or the weights of the losses (`count`) add up to 0 over all ranks,
+        the gradients are zeroed without a step.
 
         Returns:
             `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.
@@ -155,7 +156,7 @@ class FlatAdamW:
         return [self._values, *(tensor for flat in self._flats() for tensor in self._adamw.state[flat].values())]
 
     def restored(self, step_number: int) -> None:
-        """Continue from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number`, after the caller has overwritten the tensors of `state()` with saved values."""
         self.step_number = step_number
         for flat in self._flats():
             self._adamw.state[flat]["step"].fill_(float(step_number))

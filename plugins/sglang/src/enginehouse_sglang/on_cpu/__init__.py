@@ -1,8 +1,8 @@
-"""Lets SGLang 0.5.21 to 0.5.23 run on a CPU. A GPU uses nothing of this package.
+"""Lets SGLang 0.5.21 to 0.5.23 run on a CPU. On a GPU, nothing of this package is used.
 
-SGLang imports packages for GPUs everywhere, and calls them where there is a GPU. Their stand-ins can be imported, and
-raise `NotOnCPU` when they are called. Only processes of `enginehouse_sglang.serve` have them, and only for packages
-that are not installed.
+SGLang imports packages for GPUs on every machine, but calls them only on a GPU. This package replaces them by stand-ins
+that can be imported, and raise `NotOnCPU` when they are called. The stand-ins exist only in processes of
+`enginehouse_sglang.serve`, and only for packages that are not installed.
 
 Each module is needed only until SGLang or the package index provides what it replaces:
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from enginehouse.runtimes import detect_variant
 
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
-"""SGLang's own switch: with 1 it takes this machine for a CPU. Processes that SGLang starts inherit it."""
+"""SGLang's own environment variable. If it is 1, SGLang computes on the CPU. SGLang's child processes inherit it."""
 
 VARIABLES = {
     CPU_ENGINE: "1",
@@ -45,7 +45,8 @@ class NotOnCPU(NotImplementedError):
 
 
 def is_cpu(arguments: Sequence[str]) -> bool:
-    """Return True if SGLang's server runs on a CPU: by its switch, by `--device`, or because there is no GPU."""
+    """Return True if SGLang's server runs on a CPU. The environment variable `CPU_ENGINE` decides if it is set, and
+    otherwise the argument `--device`. Without both, the server runs on a CPU if this machine has no GPU."""
     if CPU_ENGINE in os.environ:
         return os.environ[CPU_ENGINE] == "1"
     for before, argument in zip(["", *arguments], arguments, strict=False):

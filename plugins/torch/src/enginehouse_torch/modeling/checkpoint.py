@@ -75,7 +75,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def restored(self, step_number: int) -> None:
-        """Continue from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number`, after the caller has overwritten the tensors of `state()` with saved values."""
         ...
 
 
