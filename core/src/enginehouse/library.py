@@ -5,7 +5,8 @@
         batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=64, n=8))  # prompts as token ids
         metrics = roles.actor.update(batch.with_columns(advantages=advantages), LossSpec("my_module:my_loss"))
 
-A loop imports from this module. The trainer is another program on the same parts, and the library does not use it.
+Your loop needs no imports from other modules. enginehouse's own trainer uses the same engines, workers and transports,
+but this library does not use the trainer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def start_engines(
 ) -> Iterator[Roles]:
     """Start the engines, connect the actor to the rollout for weight updates, and stop all engines when the block ends.
 
-    Names and options are checked first.
+    Names and options are checked before a process starts.
 
     Args:
         model: model of the policy, or its directory.
@@ -106,8 +107,8 @@ def start_engines(
             on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has its own devices; `"auto"`:
             colocated if possible, else separate.
         transport: name of the weight transport; `"auto"`: the plugins choose a transport for the placement.
-        effect_check_every: number of weight updates between two effect checks; 0: no effect checks. They are also
-            omitted if the rollout engine cannot return logprobs of prompts.
+        effect_check_every: number of weight updates from one effect check to the next; 0: no effect checks. Effect
+            checks are also omitted if the rollout engine cannot return logprobs of prompts.
         probe: token ids of the sequences that the effect check scores.
         launch: options for starting processes; None: Ray starts them, on this machine's GPUs if there are any.
         others: training engines of further roles, such as `critic` or `reference`. Their worker groups are in

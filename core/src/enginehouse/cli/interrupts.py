@@ -26,10 +26,10 @@ GRACE_SECONDS = 8.0
 LAST_WORDS_SECONDS = 1.0
 """Time limit in seconds for `before_force`, which may wait for a lock that the stuck main thread holds."""
 ECHO_SECONDS = 1.0
-"""Time in seconds within which a repeated signal counts as the first. `timeout` and a closed terminal send a signal
-twice."""
+"""Time in seconds after the first signal within which a further signal is ignored. `timeout` and a closed terminal send
+a signal twice."""
 KEY_ECHO_SECONDS = 0.2
-"""The limit `ECHO_SECONDS` for SIGINT, which may come from Ctrl-C. Nobody presses Ctrl-C twice within this time."""
+"""The same time for a further SIGINT, which may come from Ctrl-C. Nobody presses Ctrl-C twice within this time."""
 
 _ENDED = 0
 

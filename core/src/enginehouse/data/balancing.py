@@ -20,8 +20,9 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
     """Assign rows to parts so that the sums of their lengths are nearly equal.
 
     Two methods are tried: largest differencing, and greedy assignment (longest row first, to the emptiest part). The
-    result with the smaller fullest part is returned. Its load is therefore at most `4/3 - 1/(3 parts)` times the
-    optimum (Graham 1969), and usually equals the optimum. The same lengths always give the same plan.
+    function returns the assignment whose fullest part has the smaller sum. This sum is therefore at most
+    `4/3 - 1/(3 parts)` times the optimum (Graham 1969), and usually equals the optimum. The same lengths always give
+    the same assignment.
 
     Args:
         lengths: length of each row in tokens, or another cost that adds up. A list, a 1-D array, or a 1-D integer

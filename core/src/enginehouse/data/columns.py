@@ -34,7 +34,7 @@ COLUMNS = (
     Column("input_ids", "token", "int64", "samples", ("engines", "advantages")),
     Column("loss_mask", "token", "bool", "samples", ("engines", "advantages", "losses")),  # the policy's own tokens
     Column("rollout_logprobs", "token", "float32", "samples", ("advantages", "losses", "files")),
-    Column("token_rewards", "token", "float32", "samples", ("advantages",)),  # also of a KL term; 0 if there are none
+    Column("token_rewards", "token", "float32", "samples", ("advantages",)),  # with the KL term; 0 if there are none
     Column("reward", "row", "float32", "samples", ("advantages", "metrics", "files"), "sum"),
     Column("rewards", "row", "float32", "samples", ("advantages",)),  # (rows, k), each reward separately
     Column("baseline", "row", "float32", "samples", ("advantages",)),  # reward of the prompt's greedy response
@@ -47,7 +47,7 @@ COLUMNS = (
     Column("reward_figures", "object", "dict", "samples", ("advantages", "metrics", "files")),
     Column("reward_failure", "object", "str", "samples", ("advantages", "metrics", "files")),
     Column("trace", "object", "Trace", "samples", ("metrics", "files")),
-    Column("versions", "object", "list", "samples", ("files",)),  # of each token, if a row has several versions
+    Column("versions", "object", "list", "samples", ("files",)),  # version of each token, if a row has several
     Column("prompt", "object", "text", "samples", ("files",)),
     Column("response", "object", "text", "samples", ("files",)),
     Column("answer", "object", "text", "samples", ("files",)),
@@ -55,9 +55,9 @@ COLUMNS = (
     Column("reference_logprobs", "token", "float32", "reference", ("advantages", "losses")),
     Column("kl_penalty", "row", "float32", "KL term", ("advantages",), "sum"),  # absent without a KL term
     Column("values", "token", "float32", "critic", ("advantages", "losses")),
-    Column("advantages", "token", "float32", "advantage", ("losses", "files")),  # or one per row, for its tokens
+    Column("advantages", "token", "float32", "advantage", ("losses", "files")),  # or one number for a row's tokens
     Column("returns", "token", "float32", "advantage", ("losses",)),  # targets of the critic's loss
-    Column("trained", "row", "bool", "update", ("engines",)),  # True if the row's tokens count
+    Column("trained", "row", "bool", "update", ("engines",)),  # True if the loss counts the row's tokens
     Column("minibatch", "row", "int64", "update", ("engines",)),  # (rows, epochs)
 )
 BY_NAME = {column.name: column for column in COLUMNS}

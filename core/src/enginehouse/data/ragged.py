@@ -22,7 +22,8 @@ REDUCED_TOKENS = 2**20
 """Approximate number of values that `Ragged.reduced` processes at a time."""
 
 Selection = tuple[Callable[[Tensor], Tensor], Tensor]
-"""A selection of rows: a function that returns their values from all values of a column, and their new offsets."""
+"""A selection of rows: a function that picks the values of these rows from all values of a column, and the offsets of
+these rows within the picked values."""
 
 
 class Ragged:

@@ -1,4 +1,4 @@
-"""Checks that a record's strings name objects of the declared kind. The check imports the objects."""
+"""Imports the objects that the import paths in a plugin's record name, and checks that each has the declared kind."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Fault:
     """An error in an object that a record names.
 
     Attributes:
-        what: description that begins with the record.
-        where: place as `"FILE:LINE"`, or without the line if it is unknown.
+        what: description that begins with the kind and the name of the record.
+        where: place as `"FILE:LINE"`, or `"FILE"` if the line is unknown.
     """
 
     what: str
@@ -66,8 +66,8 @@ class Fault:
 def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
     """Yield the faults of the objects that a record names.
 
-    It skips an engine or a function whose requirements are missing here. Such an engine runs in another Python
-    environment, and such a function is reported elsewhere.
+    An engine or a function is not checked if this Python environment lacks its requirements. Such an engine runs in
+    another environment, and another check reports such a function.
 
     Args:
         declared_at: place where the record was declared.

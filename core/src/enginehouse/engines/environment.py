@@ -73,17 +73,18 @@ class Score(Protocol):
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Other numbers of the reward by name."""
+        """Further numbers that the reward computed, by name."""
         ...
 
     @property
     def failure(self) -> str:
-        """Reason why the row has no reward and counts as 0. Empty if the row has a reward."""
+        """Reason why the row has no reward; its reward then counts as 0. Empty if the row has a reward."""
         ...
 
     @property
     def answer(self) -> str:
-        """The answer in the response, as text. Equal texts agree. Empty if the reward does not look for one."""
+        """The answer that the reward found in the response, as text. Two responses agree if these texts are equal.
+        Empty if the reward does not look for an answer."""
         ...
 
 
@@ -127,9 +128,9 @@ class EpisodeContext(Protocol):
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
         """Play `samples` episodes separately and concurrently. A failed episode does not end the others.
 
-        Each episode may take `rollout.episode_seconds`. `rollout.on_failure` decides about a failed episode. With
-        `mask` the failed episode is replaced by its prompt, with no token chosen and a reward of 0 that counts in the
-        group.
+        The time limit of each episode is `rollout.episode_seconds`. `rollout.on_failure` decides what happens to a
+        failed episode. If it is `mask`, the prompt replaces the episode: no token counts as chosen, and a reward of 0
+        counts in the group.
 
         Args:
             play: makes one episode from its number and a policy. The policy's seeds depend on that number and on how
@@ -148,14 +149,17 @@ class EpisodeContext(Protocol):
 class Segment:
     """One of several rows of an episode, for example the history before it was summarised, or another branch.
 
+    All fields have the meaning of the same fields of `Episode`.
+
     Attributes:
-        tokens: as in `Episode`, like all other fields.
-        mask: as in `Episode`. If several rows begin with the same tokens, a token may be True in only one of the rows.
+        tokens: all token ids of the row.
+        mask: True for the tokens that the policy chose. If several rows begin with the same tokens, each of these
+            tokens may be True in the mask of only one row.
         logprobs: 0 where `mask` is False.
         versions: meaningless where `mask` is False.
         prompt: the question as text, for display.
         response: the response as text, for display.
-        token_rewards: as in `Episode`; None if there are none.
+        token_rewards: None if there are none.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -179,7 +183,8 @@ class Episode:
         mask: True for the tokens that the policy chose. Training uses only these.
         logprobs: log-probability of each token as the rollout reported it, in nats; 0 where `mask` is False.
         versions: weight version that sampled each token; meaningless where `mask` is False. Engines do not report at
-            which token a version changed: the last token of a completion has the newest version, all others the oldest.
+            which token the version changed. The last token of a completion therefore has the completion's newest
+            version, and all its other tokens have the oldest.
         score: the reward, from `EpisodeContext.score` or the environment's own (`Scored`).
         prompt: the question as text, for display.
         response: the response as text, for display.
@@ -226,12 +231,12 @@ class Environment(Protocol):
 
     A process makes one object, `Class(**environment.arguments)`, for training and validation. The class may have:
 
-    * a static method `check(arguments, columns)` for `plan`, which gives the arguments and the names of the rows'
-      columns besides the prompt, or None if these are unknown. It raises `ConfigError` if a run could not succeed.
-    * a static method `check_tokenizer(arguments, tokenizer)` for `plan`, which gives the model's tokenizer. It raises a
-      `UserError` if the tokenizer cannot render the environment's messages, such as tool calls.
+    * a static method `check(arguments, columns)`, which `plan` calls. `columns` are the names of the rows' columns
+      besides the prompt, or None if they are unknown. It raises `ConfigError` if a run could not succeed.
+    * a static method `check_tokenizer(arguments, tokenizer)`, which `plan` calls with the model's tokenizer. It raises
+      a `UserError` if the tokenizer cannot render the environment's messages, such as tool calls.
     * an attribute `needs_reward`. True: a config without a reward is rejected. False: `plan` notes that a configured
-      reward is unused. None: it depends.
+      reward is unused. None: a config may have a reward or not.
 
     Every returned episode is checked (`enginehouse_rl.episodes.checks`). A chosen token must be one that `policy`
     sampled in this call of `run`, directly after the tokens before it, with the same logprob, at the run's

@@ -162,7 +162,7 @@ class MemoryUse:
         updating: additional bytes beside the weights during a weight update.
         asleep: bytes on a GPU while other roles take their turn on it, without `PROCESS_BYTES`.
         host: bytes on the host of a GPU, at all times.
-        limit: maximum of `held` and `working` that the engine enforces; None if unlimited.
+        limit: maximum of the sum of `held` and `working`, which the engine does not exceed; None if there is none.
         note: a remark on an amount, such as the number of tokens that a cache holds.
         measured: True if the arithmetic was compared with real allocations.
     """
@@ -187,7 +187,8 @@ def server_memory(
     cpu_cache_mib: int,
     process: int = 0,
 ) -> MemoryUse:
-    """Return the memory of one process of a replica whose engine fills a fixed fraction of a GPU with its cache.
+    """Return the memory of one process of an inference server that fills a fixed fraction of a GPU: with the weights,
+    and with a cache in the rest of this fraction.
 
     Args:
         demand: the work that the engine will do.
@@ -225,10 +226,11 @@ PROCESS_BYTES = 3 * 2**29
 """Bytes that a process takes on a GPU before any allocation: CUDA's context and libraries, and NCCL. A guess."""
 
 SERVER_ASLEEP_BYTES = 2 * 2**30
-"""Bytes that such a server keeps on a GPU while it sleeps: CUDA graphs, workspaces, collective buffers. A guess."""
+"""Bytes that an inference server (`server_memory`) keeps on a GPU while it sleeps: CUDA graphs, workspaces, collective
+buffers. A guess."""
 
 MARGIN = 0.04
 """Fraction of a GPU that a plan leaves free for allocator losses and the driver."""
 
 PREFILL_TOKENS = 8192
-"""Approximate number of tokens that such a server computes in one pass."""
+"""Approximate number of tokens that an inference server (`server_memory`) computes in one pass."""

@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
 """Glob patterns of tokenizer files. A model directory with a match has a tokenizer."""
 
 STRETCHING = ("yarn", "linear", "dynamic")
-"""Types of RoPE scaling whose factor `max_position_embeddings` may not include."""
+"""Types of RoPE scaling for which `max_position_embeddings` may be the length before scaling by the factor."""
 
 LONGROPE = ("longrope", "su")
 """Names of the RoPE scaling with separate frequencies for short rows and long rows."""
@@ -37,11 +37,11 @@ def positions(model: Mapping[str, Any]) -> int | None:
 
 
 def served_positions(model: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of tokens of a row that all engines sample and score alike; None if unknown.
+    """Return the maximum row length, in tokens, up to which all engines compute the same logprobs; None if unknown.
 
-    The number is computed from the model's `config.json`. It is `positions`, except for RoPE types whose frequencies
+    The length is computed from the model's `config.json`. It is `positions`, except for RoPE types whose frequencies
     change once a row exceeds the original length. In such a longer row, a token's logprob depends on the final length
-    of the row. Runtimes also choose the frequencies differently: vLLM uses the maximum row length that it is started
+    of the row. Engines also choose the frequencies differently: vLLM uses the maximum row length that it is started
     with, and for `longrope` it rejects rows beyond the original length.
     """
     text, scaling = _text_and_scaling(model)
@@ -113,8 +113,8 @@ class ProcessContext:
         device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
             or the only visible one.
         seed: base seed of the run. An engine derives its own seed from this seed and its rank.
-        takes_turns: True if other processes take turns on the same devices. An engine that needs a special start to be
-            able to `sleep` must use it.
+        takes_turns: True if other processes take turns with this process on the same devices. The engine must then be
+            able to `sleep`, even if that requires special arguments at its start.
         labels: further values from the launcher. `"replica"` is the number of a rollout replica in the run.
     """
 

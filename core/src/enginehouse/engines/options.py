@@ -72,8 +72,9 @@ class EngineOptions(BaseModel):
     native_sources: ClassVar[tuple[str, ...]] = ()
     """Files that declare the arguments in `native`, as fields of classes or as flags.
 
-    Each is a pattern below a directory of packages, such as `"vllm/engine/arg_utils.py"`. `plan` reads the files
-    without an import, where the engine is installed, and rejects any other argument. If empty, no argument is checked.
+    Each is a glob pattern relative to a directory of packages, such as `"vllm/engine/arg_utils.py"`. If the engine is
+    installed, `plan` reads the files without an import, and rejects arguments that the files do not declare. If there
+    are no patterns, no argument is checked.
     """
 
     native: dict[str, Any] = Field(
@@ -110,9 +111,9 @@ class EngineOptions(BaseModel):
         """
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the options against a model's files, by the model's class without weights.
+        """Check the options against a model's files. The check may build the model's class without weights.
 
-        An `ImportError` counts as no finding, because the engine's libraries may be missing in the process that plans.
+        `plan` ignores an `ImportError`, because the engine's libraries may be missing in the process that plans.
 
         Args:
             model: the model that the engine will get.

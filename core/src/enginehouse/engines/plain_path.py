@@ -10,7 +10,8 @@ PLAIN = re.compile(r"[A-Za-z0-9_./@+=,~ -]*")
 
 
 class PlainPath:
-    """A directory's path for a runtime, or the path of a link to it if its path has characters outside `PLAIN`.
+    """A path by which a runtime can read a directory. It is the directory's own path if that has only characters of
+    `PLAIN`, else the path of a link to the directory.
 
     Attributes:
         path: the path to pass on. It is valid until `close`.

@@ -17,7 +17,8 @@ __all__ = ["note_progress"]
 LOOK_SECONDS = 5.0
 """Interval at which `note_file_progress` checks."""
 LEAST_BYTES = 1 << 20
-"""Least traffic between two checks that counts as progress, because a hanging process still writes logs."""
+"""Smallest number of bytes between two checks that counts as progress. Fewer bytes may be log lines, which a hanging
+process still writes."""
 
 _last = float("-inf")
 

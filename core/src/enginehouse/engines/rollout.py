@@ -109,13 +109,13 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The answer of a live replica to `health`.
+    """The answer of a replica to `health`.
 
     Attributes:
         running: number of completions being generated.
         waiting: number of requests that have not begun.
         paused: True while the engine is paused.
-        version: weight version that it serves.
+        version: weight version that the engine serves.
         metrics: the engine's own metrics by name. Each is logged as `rollout/NAME`, averaged over the replicas.
     """
 
@@ -135,8 +135,8 @@ class RolloutEngine(Protocol):
 
     The served weights are verified after `resume`, because a paused engine need not score prompts. Waiting requests
     therefore continue before the verification, and `generate` may answer them at once. The worker returns a completion
-    only once its versions (`first_version` to `last_version`) are verified, and repeats the request if a version never
-    is.
+    only once its versions (`first_version` to `last_version`) are verified. If one of these versions is never verified,
+    the worker repeats the request.
     """
 
     async def launch(self, model: ModelSpec, options: Any, context: ProcessContext) -> Endpoint:
@@ -195,7 +195,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Allocate the memory again. Parts that are awake do not change. An update needs only the weights awake."""
+        """Allocate the memory again. Parts that are awake do not change. A weight update requires only `"weights"` to
+        be awake."""
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:

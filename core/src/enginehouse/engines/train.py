@@ -81,7 +81,7 @@ class TokenView:
     how the batch was split.
 
     Attributes:
-        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient. `entropy` has none if
+        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient. `entropy` has no gradient if
             `Outputs.entropy_gradient` is False.
         columns: the ragged columns of the batch, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
         row: row of each token, int64 `(tokens,)`.
@@ -98,7 +98,7 @@ class TokenView:
     def counted_tokens(self) -> torch.Tensor:
         """Return the index of each token that `loss_mask` counts, int64 `(counted,)`. Since 1.1.
 
-        `columns["loss_mask"].nonzero()` is the same, but on a GPU it waits for all work so far.
+        `columns["loss_mask"].nonzero()` gives the same indices, but on a GPU it waits for all work so far.
         """
         return self.columns["loss_mask"].nonzero().squeeze(-1) if self.counted is None else self.counted
 
@@ -121,7 +121,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum. Like `Mean`, the maxima of parts add up with `+` to the maximum of the whole."""
+    """A maximum. `+` combines the maxima of parts to the maximum of the whole, as `+` does for `Mean`."""
 
     value: float
 
@@ -153,7 +153,8 @@ Metrics = Mapping[str, float | Mean | Max]
 
 
 def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | Max]:
-    """Merge the metrics of several ranks or calls. `Mean`s and `Max`es add up; of several floats the last counts."""
+    """Merge the metrics of several ranks or calls. `Mean`s and `Max`es are combined with `+`; of several floats only
+    the last is kept."""
     merged: dict[str, float | Mean | Max] = {}
     for part in parts:
         for name, value in (part or {}).items():
@@ -162,7 +163,7 @@ def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | M
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Return metrics as they are logged, with means and maxima as their values."""
+    """Return the numbers to log: each `Mean` and each `Max` is replaced by its value."""
     return {name: value.value if isinstance(value, (Mean, Max)) else value for name, value in metrics.items()}
 
 
@@ -287,7 +288,8 @@ class SavesInBackground(Protocol):
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Save like `save`, but return once the state is copied, and write while training continues.
 
-        Only one save runs at a time. Another call waits for the first, and raises its error if it failed.
+        Only one save runs at a time. A second call waits for the running save, and raises the error of that save if it
+        failed.
         """
         ...
 
@@ -300,7 +302,7 @@ class TrainsAdapters(Protocol):
     """The methods of capability `lora`."""
 
     def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """Compute `forward` of the model without its adapters, which a KL term needs as reference."""
+        """Compute `forward` without the adapters. A KL term uses the result as its reference."""
         ...
 
     def export_adapter(self, path: str) -> None:

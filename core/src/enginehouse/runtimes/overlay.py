@@ -89,8 +89,8 @@ def _links() -> dict[str, str]:
 
 
 def _module_links(module: str) -> dict[str, str]:
-    """Return the name and the target of the link to a top-level module: the path from which this process would import
-    it. Empty if the module is not found."""
+    """Return the link to a top-level module as name and target. The target is the path from which this process would
+    import the module. Empty if the module is not found."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
