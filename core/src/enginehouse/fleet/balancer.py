@@ -183,8 +183,9 @@ class ReplicaBalancer:
         return self._loads[replica]
 
     def _choose(self, entry: Entry) -> int | None:
-        """Return the replica that last got the prompt's prefix, unless it has more completions than the least busy
-        replica together with this request. Then return the least busy replica. None if no replica has capacity."""
+        """Return the replica that last got the prompt's prefix. If that replica is so busy that the least busy replica
+        would have fewer completions even with this request, return the least busy replica instead. Return None if no
+        replica has capacity."""
         loads = self._loads
         free = [r for r, load in loads.items() if not load or load + entry.samples <= self._limit]
         if not free:

@@ -42,7 +42,8 @@ SAMPLES_IN_FLIGHT = 512
 SPARE = 8
 """Divisor: a replica whose engine reports `max_running` gets `max_running // SPARE` additional completions."""
 ALL_IN_FLIGHT = 2**31
-"""Limit for the ranks of a group, which end together, so that holding requests back has no advantage."""
+"""Limit for replicas that are the ranks of a group: practically none. All ranks end together, so no other rank could
+take a request that was held back."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 
 
@@ -52,7 +53,7 @@ class RolloutFleet(ReplicaGroup):
     Requests are awaited on one event loop. Another loop may be used once no request is in progress.
 
     Args:
-        spec: a `RolloutWorker`, or a worker with its methods and its argument `replica`.
+        spec: `RolloutWorker`, or a worker class with the methods and the argument `replica` of `RolloutWorker`.
         name: name of the role, for messages. The group of a replica is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
         places: a pool with a process for each replica, which this fleet shuts down, or a pool for each replica, which
@@ -191,7 +192,7 @@ class RolloutFleet(ReplicaGroup):
         Cancelling this coroutine ends the request. Completions hold arrays.
 
         Raises:
-            ReplicasLost: all replicas are lost; the message has the death of each.
+            ReplicasLost: all replicas are lost; the message states the cause of each replica's death.
             PoisonousRows: several replicas were lost with this request.
             WorkerError: a living replica failed, or its engine rejected the request.
         """

@@ -32,8 +32,8 @@ class ReplicaGroup:
     Further arguments are those of `RolloutFleet`.
 
     Args:
-        ranks: ranks of a group.
-        apart: True if a replica may die separately, and is restarted.
+        ranks: the ranks of a group, each of which is a replica; None: replicas with separate processes.
+        apart: True if a replica may die without the others, and is restarted.
 
     Attributes:
         catch_up: sends the served version to returned replicas (`WeightSync.catch_up`). None: they wait for the next

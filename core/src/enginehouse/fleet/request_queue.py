@@ -1,4 +1,4 @@
-"""Lets a worker's engine answer requests, and returns only responses of verified weights."""
+"""Lets a worker's engine answer requests, and returns only responses that verified weights generated."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class VerifiedRequestQueue:
     async def exchange(
         self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
     ) -> list[asyncio.Task[GenerateResult]]:
-        """Begin requests, abort others, and return those that have ended, as in `AnswerQueue`."""
+        """Begin `requests`, abort the requests `aborted`, and return the tasks of requests that have ended since the
+        last call; see `AnswerQueue`."""
         asking = self._answers.ask()
         for request in requests:
             self._answers.add(self.begin(request))

@@ -33,7 +33,7 @@ MOST_NAMED = 8
 
 
 class PoisonousRows(ControllerError):
-    """Requests were lost with every replica that tried to answer them."""
+    """Every replica that tried to answer these requests was lost, so the requests are probably the cause."""
 
 
 @dataclass(slots=True, eq=False)

@@ -29,8 +29,8 @@ __all__ = [
 EXPERTS = "experts"
 """A training engine trains mixture-of-experts models. A rollout engine serves them and updates their weights."""
 LENT_WEIGHTS = "lent_weights"
-"""Training: `WeightSource.iter_full` yields the live tensors, which stay in place. Rollout: the engine serves lent
-tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
+"""Training: `WeightSource.iter_full` yields the tensors that are trained, not copies, and their addresses never change.
+Rollout: the engine serves lent tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
 
 # Training engines
 OFFLOAD = "offload"

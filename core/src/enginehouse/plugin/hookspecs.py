@@ -26,7 +26,7 @@ CONTRACT = (1, 1)
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-# Declaring. Historic: pluggy calls them during the registration of each plugin, so every failure has an owner.
+# Declaring. Historic: pluggy calls them during the registration of a plugin, so a failure is attributed to that plugin.
 
 
 @hookspec(historic=True)
@@ -146,7 +146,7 @@ def enginehouse_checkpoint_saved(run: Any, step: int, path: str, what: str) -> N
 
 @hookspec
 def enginehouse_run_finished(run: Any, outcome: str) -> None:
-    """Called once at the end. `outcome` is `"finished"`, `"interrupted"` or `"failed"`. Since 1.0."""
+    """Called once at the end of a run. `outcome` is `"finished"`, `"interrupted"` or `"failed"`. Since 1.0."""
 
 
 @hookspec

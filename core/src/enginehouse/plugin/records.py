@@ -225,9 +225,9 @@ class Loss(Function):
     Attributes:
         needs_actor_logprobs: names of arguments that, if set, require `old_logprobs` computed by the actor.
         always_needs_actor_logprobs: True if the loss always requires `old_logprobs` computed by the actor, because it
-            clips its ratio to a range smaller than the difference between two engines.
-        ratio_bounds: names of arguments that bound the distance of the ratio from 1. A bound below 0.05 requires the
-            actor's logprobs in bfloat16.
+            clips its ratio to a range smaller than the rounding differences between two engines.
+        ratio_bounds: names of arguments that bound the distance of the ratio from 1. If such a bound is below 0.05 and
+            the run computes in bfloat16, the loss requires `old_logprobs` computed by the actor.
         taken_from: config keys by argument. An argument that is not set gets the value of its config key, such as
             `rollout.sampling.max_tokens`.
         output: the engine output that the loss is computed from: `"logprobs"`, or `"values"` for a critic.

@@ -36,7 +36,7 @@ class Missing:
 def find_missing(requirements: Iterable[str], path: Sequence[str] | None = None) -> Iterator[Missing]:
     """Yield the requirements that a Python environment does not meet.
 
-    Markers are evaluated; extras of a requirement are ignored. Pre-releases count, because containers ship them.
+    Markers are evaluated; extras of a requirement are ignored. Pre-releases are accepted, because containers ship them.
 
     Args:
         requirements: requirement strings, possibly with alternatives separated by `|`.

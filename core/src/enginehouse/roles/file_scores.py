@@ -1,6 +1,6 @@
-"""Scores a row with transformers on a CPU, from a model's files.
+"""Scores a short text with transformers on a CPU, from a model's files: logprobs, or the score of a classifier.
 
-An engine with the same weights must give the row the same scores.
+An engine with the same weights must compute the same scores.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 MOST_BYTES = 4 << 30
-"""Largest model, in float32 bytes, that is loaded a second time."""
+"""Maximum size in bytes, as float32, of a model that is loaded a second time."""
 TEXT = "1 + 1 = 2"
 
 
 class FileScores(NamedTuple):
-    """Scores of a row by transformers.
+    """The scores that transformers computes for a text.
 
     Attributes:
+        ids: token ids of the text.
         scores: logprob of each token after the first, or the single score of a classifier; None if there is no score.
+        why_not: reason why there is no score; empty if there is one.
     """
 
     ids: list[int]
@@ -35,7 +37,7 @@ class FileScores(NamedTuple):
 
 
 def score_files(directory: str, spec: ModelSpec) -> FileScores:
-    """Score a row with transformers, unless the model is too large or cannot be loaded here.
+    """Score a short text with transformers, unless the model is too large or cannot be loaded in this process.
 
     Args:
         directory: directory of a model, or of an adapter in the form of `peft`.
@@ -54,7 +56,7 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
 
 
 def _tokenize(directory: str, spec: ModelSpec) -> list[int]:
-    """Return the token ids of a text and the end token."""
+    """Return the token ids of the text `TEXT`, followed by the tokenizer's end-of-sequence token, if it has one."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)

@@ -138,7 +138,7 @@ def place(
 
 
 def _residents(roles: Mapping[str, RolePlan], host: str) -> dict[str, RolePlan]:
-    """Return the roles in a host's processes, including the host."""
+    """Return the role `host` and the roles that share its processes."""
     return {name: role for name, role in roles.items() if host in (name, role.shares)}
 
 
@@ -223,7 +223,8 @@ def _colocate(
 def _start_fleet(
     launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
 ) -> RolloutFleet:
-    """Start replicas in separate processes, with their own cores and GPUs or on the GPUs of the role `devices_of`."""
+    """Start replicas in separate processes. They get their own cores and GPUs, or they take turns with the role
+    `devices_of` on its GPUs."""
     gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:

@@ -54,7 +54,8 @@ def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
 
 
 def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) -> str:
-    """Return the reason why a rollout engine cannot run in the actor's processes, whatever their number; else empty.
+    """Return the reason why a rollout engine cannot run in the actor's processes, however many these are. Return an
+    empty text if there is no such reason.
 
     Args:
         record: record of the rollout's engine; None if unknown.

@@ -14,7 +14,8 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 
 VALUES = Outputs(logprobs=False, values=True)
-"""Outputs to request from an engine with a value head. For `append_end(batch)`, one value per row is not 0."""
+"""Outputs to request from an engine with a value head. For `append_end(batch)`, the values are 0 except at the token
+that was appended to each row."""
 
 
 def append_end(batch: Batch) -> Batch:

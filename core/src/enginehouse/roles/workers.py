@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 Part = TypeVar("Part")
 
 TRAINED = "trained"
-"""Column bool `(rows,)` of a training batch: False if the row's tokens do not count."""
+"""Column bool `(rows,)` of a training batch: False if the loss must not count the row's tokens."""
 
 
 class TrainWorker(Worker):
@@ -114,8 +114,8 @@ class TrainWorker(Worker):
         All ranks take the same number of steps. A rank without rows of a mini-batch takes part with an empty batch.
 
         Args:
-            batch: `input_ids`, `loss_mask` and the columns that the loss reads; `fill_defaults` adds some. With several
-                mini-batches also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
+            batch: `input_ids`, `loss_mask` and the columns that the loss reads; `fill_defaults` adds some of them. With
+                several mini-batches also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
             first_loss: loss for the first optimizer step, for example to measure the weights before they change. None:
                 the first step uses `loss` too.
 
@@ -499,8 +499,8 @@ class RolloutWorker(Worker):
 def fill_defaults(batch: Batch) -> Batch:
     """Add the token columns that a loss needs, if the controller has them only per row.
 
-    Tokens of a row that is not `TRAINED` do not count. Each counted token gets its row's advantage from `advantages`
-    `(rows,)`. The rollout's logprobs replace missing `old_logprobs`.
+    In a row that is not `TRAINED`, `loss_mask` becomes False. Each token that `loss_mask` then marks gets the advantage
+    of its row, from `advantages` `(rows,)`. If the batch has no `old_logprobs`, the rollout's logprobs replace them.
     """
     if TRAINED in batch:
         mask = batch.ragged("loss_mask")
