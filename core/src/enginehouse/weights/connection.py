@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
-"""Bounds of the grace, which is a quarter of the workers' time limit. The controller waits this much longer than the
-workers, because their errors say more than its timeout. Workers also have this time to report an abort."""
+"""Upper and lower limit, in seconds, of the grace, which is a quarter of the workers' time limit. The controller waits
+this much longer than the workers, because the workers' errors say more than a timeout of the controller. Workers also
+have this time to report an abort."""
 
 
 class WeightConnection:
@@ -50,7 +51,7 @@ class WeightConnection:
         nbytes: size of the weights in bytes, each parameter counted once.
         in_flight: calls of the current transfer, to the trainer and to the replicas.
         generating: True if all replicas generated during the last transfer.
-        grace: seconds that the controller waits longer than the workers.
+        grace: number of seconds by which the controller waits longer than the workers.
     """
 
     def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float, lends: bool = False):

@@ -17,10 +17,10 @@ others, because a mixture of experts may route a token elsewhere at any update. 
 own |moved|.
 
 Rounding errors change with the weights, and look like a change of the logprobs. They are at most as large as T - R
-before the update. The check decides nothing until the trainer's change is `CLEARLY` times as large. Rounding then
-misjudges about a tenth of the tokens, and only half of the tokens would make a wrong decision. Until then the check
-keeps the scores `before`. The trainer's changes add up over several updates, and the changes of a replica that drops
-updates do not.
+before the update. The check decides nothing until the trainer's change is `CLEARLY` times as large as the rounding
+errors. Rounding then misjudges about a tenth of the tokens, but a wrong decision would need half of them. Until then
+the check keeps the scores `before`. The trainer's changes add up over several updates, but the logprobs of a replica
+that drops updates do not change.
 
 One case is decided at once (`stands_still`), because an engine computes bitwise equal logprobs from equal weights. A
 replica has dropped the update if none of its logprobs changed since the last check, while most of the trainer's
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CLEARLY = 4.0
-"""Least change of the trainer's logprobs at which a replica is judged, in multiples of the rounding."""
+"""Smallest change of the trainer's logprobs at which a replica is judged, as a multiple of the rounding errors."""
 
 WHOLE = 0.9
 """Fraction of the trainer's change below which a warning is logged. A replica that drops a part of each update, such as
@@ -73,8 +73,8 @@ def stands_still(last: Scores, now: Scores) -> bool:
     replica has then dropped the update.
 
     Args:
-        now: scores with other weights than `last`. With the same weights, a trainer that is not reproducible may have
-            other logprobs too.
+        now: scores with other weights than `last`. Scores with the same weights decide nothing, because a trainer that
+            is not reproducible may then have other logprobs too.
     """
     moved = np.count_nonzero(now.trainer != last.trainer)
     return bool(2 * moved >= len(now.trainer) and np.array_equal(now.replica, last.replica))
@@ -84,9 +84,9 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     """Return the fraction of the trainer's change that a replica shows. Less than half means a dropped update.
 
     Args:
-        before: scores from when the trainer and the replica last had the same weights.
-        after: scores after updates.
-        rounding: least rounding to assume, in nats per token: the epsilon of the dtype.
+        before: scores at the time when the trainer and the replica last had the same weights.
+        after: scores after one or several later updates.
+        rounding: smallest rounding error to assume, in nats per token: the epsilon of the dtype.
 
     Returns:
         A number from 0 to 1, or None if the change is still too small to be distinguished from rounding.

@@ -35,7 +35,7 @@ class WeightReceiver:
     the verification and continues its requests. Their results are held back (`is_unverified`).
 
     Args:
-        thread: executor with one thread, so that one thread uses a session.
+        thread: executor with one thread, so that all calls of a session run in the same thread.
         stages_while_generating: True if the engine has the capability `stages_while_generating`.
 
     Attributes:

@@ -17,11 +17,11 @@ from enginehouse.weights.host_memory import map_privately
 
 
 class StagedSource:
-    """Yields a version's names and tensors. Tensors in memory are views until `close`.
+    """Yields the names and tensors of a version. Tensors of `parameters` are views of mapped memory, until `close`.
 
     Args:
         parameters: entries of `Version.source`: name, dtype, shape, path of the memory, first byte, checksum.
-        directory: model directory with safetensors to read instead.
+        directory: model directory whose safetensors files hold the version, if it is not in memory; else empty.
 
     Raises:
         OSError: the memory no longer exists, or belongs to another user.

@@ -82,7 +82,8 @@ class Version:
 
 
 class StagedWeights(StagedUpdate[Version]):
-    """Keeps two versions in this host's memory: the staged version, and the served version for a failed update.
+    """Keeps two versions in this host's memory: the staged version, and the served version, which is loaded again if an
+    update fails.
 
     Attributes:
         served: the served version; None if it is version 0, in the model's directory.

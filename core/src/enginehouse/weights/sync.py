@@ -10,11 +10,11 @@ are paused before the first byte is sent.
   checksums of whole parameters between replicas.
 - *Version*: each replica then reports its version and checksums. No replica answers a request with the new version
   before all have reported.
-- *Effect*: each replica and the trainer score a few fixed token sequences, because some engines hold the right bytes
-  but compute with others. The scores must agree within a tolerance. Their changes since the last agreement must agree
-  too (`enginehouse.weights.effect`), because a dropped update is far too small for any tolerance. Replicas that report
-  checksums are checked at the first update, at the first that changes weights, and every few updates. Other replicas
-  are checked at every update that changes weights.
+- *Effect*: each replica and the trainer compute the logprobs of a few fixed token sequences, because some engines hold
+  the right bytes but compute with others. The two results must agree within a tolerance. Their changes since they last
+  agreed must agree too (`enginehouse.weights.effect`), because a dropped update changes the logprobs by far less than
+  any tolerance. Replicas that report checksums are checked at the first update, at the first that changes weights, and
+  every few updates. Other replicas are checked at every update that changes weights.
 
 If replicas can be lost separately (`Replicas`), an update leaves out a replica that dies. If the replica had not
 received all bytes, the update is sent again to the others. If all die, the first that returns gets the update. A
@@ -70,8 +70,9 @@ class SyncReport:
 
     Attributes:
         seconds: time from the first call to the verification of the last replica, without the resumption.
-        stopped: time in which no replica, or not every replica, answered requests.
-        effect: largest mean absolute difference of a replica, in nats; None if it was not checked.
+        stopped: time, in seconds, from the pause of the replicas for this update until they were told to resume.
+        effect: largest mean absolute difference between the trainer's logprobs and the logprobs of a replica, in nats;
+            None if the effect was not checked.
         taken: least fraction of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
             checked, or the change is still too small to be distinguished from rounding.
         bytes_moved: bytes that the update sent to all replicas, if known.
@@ -108,7 +109,8 @@ class WeightSync:
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        effect_tolerance: largest mean absolute difference of logprobs, in nats.
+        effect_tolerance: largest accepted mean absolute difference between the logprobs of a replica and of the
+            trainer, in nats.
         lends: True if no replica generates while the trainer trains, so that the trainer may lend its tensors to
             replicas in its processes. Such replicas reject requests during training.
 
@@ -200,8 +202,8 @@ class WeightSync:
         self._connection.plan = None  # a connection rejects a version that was aborted
 
     def _take_over(self, version: int) -> _Begun | None:
-        """Return the update of `begin` if `publish` can continue it; otherwise abort it. The time limits of the update
-        are counted from its beginning. So `publish` continues it only if at least half of the time is left."""
+        """Return the update of `begin` if `publish` can continue it; otherwise abort that update and return None. The
+        time limit of the transfer is counted from `begin`, so at least half of that time must be left."""
         if (begun := self._begun) is None:
             return None
         in_time = time.monotonic() - begun.at < self._timeout / 2
@@ -364,7 +366,8 @@ class WeightSync:
             raise explain(error, f"not every replica resumed after weight update {version}") from error
 
     def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
-        """Hand over, check the effect of a served update if `checked`, and return `EffectCheck.compare`."""
+        """Call `hand_over` after the trainer's last computation. If `checked`, check the effect of the served update,
+        and return the result of `EffectCheck.compare`; else return None twice."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
