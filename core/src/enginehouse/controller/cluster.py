@@ -296,7 +296,8 @@ class _Beginning(NamedTuple):
     handlers: dict[int, Callable[..., object]]
 
     def take_signals_back(self) -> None:
-        """Restore the signal handlers. The handler that `ray.init` sets for SIGTERM exits wherever the program is."""
+        """Restore the signal handlers. `ray.init` sets a handler for SIGTERM that exits at once, whatever the program
+        is doing."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 

@@ -39,7 +39,7 @@ class Same:
 class Balanced:
     """A batch for a `dp` call whose rows are split so that the shards have similar numbers of tokens.
 
-    Joined results come back in the order of the batch's rows. This holds for lists and tensors with one entry per row,
+    Concatenated results have the order of the batch's rows. This holds for lists and tensors with one entry per row,
     and for batches with the same number of consecutive rows for each row, such as the responses to a prompt.
     `collect="list"` and collect functions get the results in the order of ranks.
 

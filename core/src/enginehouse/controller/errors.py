@@ -17,7 +17,7 @@ class ClusterLost(ControllerError):
 
 
 class PlacementError(ControllerError):
-    """The cluster cannot provide a resource pool, or did not provide it within the deadline."""
+    """The cluster cannot provide the resources of a pool, or did not provide them within the deadline."""
 
 
 class DispatchError(ControllerError):
@@ -36,7 +36,8 @@ class GroupClosed(ControllerError):
 
 
 class DataLost(ControllerError):
-    """Rows of a distributed batch cannot be read any more, because their node left or they were freed.
+    """Rows of a distributed batch cannot be read any more, because the node that held them has left the cluster, or
+    because they were freed.
 
     Attributes:
         origin: role, rank, node and method that made the rows.

@@ -69,7 +69,8 @@ class WorkerGroup:
 
     @classmethod
     def view(cls, processes: WorkerProcesses, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
-        """Make the group of one role in shared processes, which end with the last of `owners`."""
+        """Make the group of one role in shared processes, and add it to `owners`. The processes end when the last group
+        of `owners` is shut down."""
         group = cls.__new__(cls)
         group._set(processes, role, timeout, owners)
         return group

@@ -1,6 +1,7 @@
 """Guards calls to Ray: rejects them once Ray shuts down, and limits the time of calls that stop or free something.
 
-Ray's C++ code ends a program that calls it after its shutdown, or a minute after its control service (GCS) has died.
+Ray's C++ code ends this program if the program calls Ray after Ray's shutdown, or once Ray's control service (GCS) has
+been dead for a minute.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class Supervisor(Generic[S]):
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
         """Mark a process as lost because of `death`, and restart it in the background. The log shows `shown` instead of
-        `death`, if it is not empty. Returns False, and does nothing, if the loss was known or a shutdown has begun."""
+        `death` if `shown` is not empty. Returns False, and does nothing, if the process is marked as lost already, or a
+        shutdown has begun."""
         with self.lock:
             if seat.incarnation != member.incarnation or self.closing.is_set():
                 return False

@@ -54,8 +54,8 @@ class WorkerSpec:
         """Return a copy with other options of the process; None keeps an option.
 
         Args:
-            env: environment variables, set before the interpreter starts. With them Ray starts the process cold and
-                writes the variables to its log.
+            env: environment variables, set before the interpreter starts. For these, Ray starts a new process instead
+                of using an idle one, and writes the variables to its log.
             variables: environment variables, set before the import of torch.
             distributed: False omits the rendezvous for `torch.distributed`, which imports torch.
             python: path of the interpreter of another Python environment, which must have the same Ray and core.

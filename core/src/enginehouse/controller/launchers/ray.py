@@ -82,7 +82,7 @@ class RayProcesses:
 
     @classmethod
     def launch(cls, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> RayProcesses:
-        """Take a place on a pool and start processes there.
+        """Lease places on a pool, and start a process at each.
 
         Raises:
             PlacementError: the pool is not available.

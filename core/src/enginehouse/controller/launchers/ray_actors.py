@@ -120,7 +120,8 @@ def _direct_name(role: str, method: str) -> str:
 
 
 def _runtime_env(roles: Mapping[str, WorkerSpec], group: str) -> dict[str, Any]:
-    """Collect the settings that must hold before the interpreter starts. With any of them Ray starts a process cold."""
+    """Collect the settings that must hold before the interpreter starts. If there are any, Ray starts new processes
+    instead of using idle ones."""
     env, pythons = _merge_variables(roles, "env", group), {spec.python for spec in roles.values()}
     if len(pythons) > 1:
         named = sorted(python or "the driver's own" for python in pythons)
