@@ -39,7 +39,7 @@ ADAPTER = "default"
 """`peft`'s name of an adapter without a name."""
 DOWN, UP, BASE = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight", ".base_layer."
 OF_BASE, ALPHA = "adapters.base.", "adapters.alpha."
-"""Prefixes of the entries of a checkpoint that identify the model of its adapters."""
+"""Prefixes of the entries by which a checkpoint identifies the base model and the scale of its adapters."""
 
 
 def adapter_lr_factors(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
@@ -60,7 +60,7 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
     Args:
         state: the state of the model, adapters included.
         names: names in `base_state`.
-        alpha: the adapters' product is scaled by `alpha / rank`.
+        alpha: the product of B and A is scaled by `alpha / rank`.
 
     Returns:
         The weights by name: in float32 if the weight has an adapter, else the tensor of `state` itself.
@@ -82,7 +82,8 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
 
 
 def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Gather matrices with the same number of rows at once, side by side, because all of them are split equally."""
+    """Gather matrices with the same number of rows in one collective, side by side. All of them must be split over the
+    ranks in the same way."""
     if not tensors or not isinstance(first := tensors[0], DTensor):
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
@@ -103,7 +104,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
     Raises:
         ConfigError: a target is not a linear layer of the model, or is smaller than the rank.
-        ModelError: `peft` adapts other layers of the model.
+        ModelError: `peft` adapts other layers than `lora.targets` chooses.
     """
     from peft import inject_adapter_in_model
 
@@ -124,7 +125,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
 @contextmanager
 def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block without adapters. They are computed and multiplied by zero, so that all ranks gather as usual."""
+    """Run the block without the effect of adapters. They are still computed, but multiplied by zero, so that all ranks
+    gather parameters as usual."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -293,7 +295,7 @@ def select_trained(
 
 
 def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[str]) -> None:
-    """Check that a checkpoint's adapters belong to the model; a checkpoint without entries of the model passes.
+    """Check that a checkpoint's adapters belong to the model. A checkpoint that holds no part of the model is accepted.
 
     Raises:
         CheckpointError: only one of checkpoint and model has adapters, or the adapters belong to a base model with

@@ -57,8 +57,8 @@ def split_sequences(
 ) -> Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]]:
     """Make the model run on parts of sequences, and return the replacement of `token_outputs`.
 
-    The ranks of `group` share each sequence, and call the returned function together with the same input. It replaces
-    only the model's attention; what was compiled or tried out with whole sequences stays valid.
+    The ranks of `group` share each sequence, and call the returned function together with the same input. Only the
+    model's attention is replaced, so what was compiled or tried out with whole sequences stays valid.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -80,7 +80,7 @@ def _token_outputs(
 
 
 def _take_part(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torch.Tensor]:
-    """Return one rank's columns of the input, and the indices of the needed tokens that it predicts."""
+    """Return the input columns of one rank, and the indices of the needed tokens that this rank predicts."""
     sequences, length = whole.ids.shape
     each = -(-length // ranks)
     padding = each * ranks - length
@@ -108,7 +108,7 @@ def _exchange(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.
     """Return all ranks' parts of a column, `(tokens,)`. The elements of this rank, at `own`, keep their gradient."""
     sent = torch.zeros(tokens, dtype=column.dtype, device=column.device)
     sent[own] = column.detach()
-    dist.all_reduce(sent, group=group)  # each token is one rank's
+    dist.all_reduce(sent, group=group)  # one rank has the value of a token, and all others send 0
     return sent.index_copy(0, own, column)
 
 

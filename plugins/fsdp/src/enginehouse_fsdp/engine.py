@@ -117,7 +117,7 @@ class FSDPEngine:
                 result = self._token_model.forward(batch, outputs)
             return result if self.mesh.is_output_rank else None
         finally:
-            reshard(self._model)  # a backward pass would, but none follows
+            reshard(self._model)  # otherwise only a backward pass would free what was gathered, and none follows
 
     def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `forward` without adapters."""
@@ -169,7 +169,7 @@ class FSDPEngine:
     # Weights and files
 
     def weight_source(self) -> ShardedWeights:
-        """Return the live weights under their Hugging Face names, tied ones once."""
+        """Return access to the current weights under their Hugging Face names, with each tied weight once."""
         self._offloading.need("params", to="give weights")
         dtype, lora = getattr(torch, self._spec.dtype), self._options.lora
         alpha = 0.0 if lora is None else lora.alpha
@@ -214,7 +214,7 @@ class FSDPEngine:
         checkpoint.load(path, state, self._ranks, check)
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
-        """Return the live tensors of a checkpoint's parts."""
+        """Return the tensors that the parts of a checkpoint are written from, or loaded into."""
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         model = unique_state(self._model, self._stored)

@@ -1,6 +1,7 @@
 """Experts: a checkpoint stores them separately, and each rank holds some entries of their fused parameters.
 
-FSDP shards a parameter by its first dimension, the expert of a fused parameter, so a rank holds whole experts.
+FSDP shards a parameter by its first dimension. In a parameter of fused experts this dimension counts the experts, so a
+rank holds whole experts.
 """
 
 from __future__ import annotations

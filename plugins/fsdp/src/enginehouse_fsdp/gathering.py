@@ -109,7 +109,7 @@ def splitting_axes(tensor: DTensor) -> Axes:
 
 
 def count_parts(tensor: DTensor) -> int:
-    """Return the number of parts into which a tensor is split, each on other ranks."""
+    """Return the number of parts into which the ranks split a tensor. Replicas of a part do not count."""
     return math.prod(_size(tensor.device_mesh, axis) for axis in splitting_axes(tensor))
 
 

@@ -92,7 +92,7 @@ class ShardedAdamW:
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return both live moments of each parameter, sharded like the parameter.
+        """Return both moments of each parameter, sharded like the parameter. The tensors are the optimizer's own.
 
         Their names are `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`.
         """

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh on which torch lays tensors out.
 
-    Ranks of the axis `cp` have no axis here, because they share parameters and sum gradients like ranks of `dp_shard`.
+    The axis `cp` is merged into `dp_shard`, because its ranks also shard parameters and sum gradients.
     """
     sizes = {axis: size * (sizes.get(CONTEXT, 1) if axis == SHARD else 1) for axis, size in sizes.items()}
     sizes.pop(CONTEXT, None)
@@ -69,8 +69,9 @@ FORGETTING = (
 def forget_meshes() -> None:
     """Clear torch's cache of how operations are split, before the process groups end.
 
-    The cache's keys are a mesh's shape and names, so a later mesh that equals an earlier one would get its process
-    groups. These no longer exist, or their numbers belong to other groups. A cached group also keeps its threads.
+    The keys of the cache are shapes and names of meshes. A later mesh with the same shape and names would therefore get
+    the process groups of the earlier mesh, which no longer exist, or whose numbers now belong to other groups. A cached
+    group also keeps its threads.
     """
     for reference in FORGETTING:
         with contextlib.suppress(ResolveError):

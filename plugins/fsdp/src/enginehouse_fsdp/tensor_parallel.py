@@ -63,7 +63,7 @@ HEADS = {
     "v_proj": "num_key_value_heads",
     "query_key_value": "num_attention_heads",
 }
-"""Layers whose outputs are heads, and the config's name for their number."""
+"""Layers whose outputs are heads, and for each the config key of the number of heads."""
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -72,7 +72,8 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Tied parameters are tied again afterwards.
 
     Raises:
-        ConfigError: the model has no plan, a plan with an unknown style, or sizes that do not divide.
+        ConfigError: the model has no plan or a plan with an unknown style, or a size is not divisible by the number of
+            ranks.
     """
     plan = _plan_layers(model, mesh.size())
     _check_sizes(model, plan, mesh.size())

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 ALL_REDUCE_ELEMENTS = 1 << 28
 """Maximum number of elements of one all-reduce: 1 GiB."""
 NORM_BLOCK = 4096
-"""Elements whose squares are summed together."""
+"""Number of elements whose squares are summed together."""
 FUSED_DEVICES = ("cpu", "cuda", "xpu")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -133,11 +133,12 @@ class FlatAdamW:
                 torch._foreach_copy_(list(copies), list(copies.values()))
 
     def float32_copies(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the live fp32 copies of half-precision parameters; call `publish` after writing to one."""
+        """Return the fp32 copies of half-precision parameters that the optimizer updates. Call `publish` after writing
+        to one of them."""
         return {p: self._view(self._values, n) for n, p in self._parameters.items() if p.dtype != torch.float32}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return live views of both moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        """Return views of the optimizer's moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
         self._ensure_moments()
         flats = self._flats()
         ends = list(itertools.accumulate(flat.numel() for flat in flats))

@@ -52,7 +52,7 @@ class PackingOptions(GroupedTrainOptions):
     )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check that transformers has a class for the model and that it reads the files."""
+        """Check that transformers has a class for the model, and that this class can read the model's files."""
         from enginehouse_torch.modeling.examining import examine
 
         return examine(model)

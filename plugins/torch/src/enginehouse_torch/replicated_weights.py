@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class ReplicatedWeights:
     """The `WeightSource` of a model that every rank holds whole.
 
-    The tensors are the live tensors, detached: a reader that keeps them past the next optimizer step must copy. If a
-    tied parameter has several names, the checkpoint's `stored` names decide which name it gets.
+    The tensors are the model's own tensors, detached. The next optimizer step changes them, so a reader that keeps them
+    longer must copy them. If a tied parameter has several names, the checkpoint's `stored` names decide which name it
+    gets.
     """
 
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):

@@ -146,7 +146,8 @@ class TorchTrainEngine:
     # Weights and files
 
     def weight_source(self) -> ReplicatedWeights:
-        """Return the live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
+        """Return access to the current weights under their Hugging Face names, with each tied weight once. Every rank
+        holds all weights."""
         self._offloading.need("params", to="give weights")
         return ReplicatedWeights(self._model, self._stored)
 
@@ -171,7 +172,8 @@ class TorchTrainEngine:
             self._optimizer.publish()
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
-        """Return the live tensors of a checkpoint's parts; for a half-precision parameter its float32 copy."""
+        """Return the tensors that the parts of a checkpoint are written from, or loaded into. For a half-precision
+        parameter this is its float32 copy."""
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         optimizer = self._get_optimizer() if "optimizer" in parts else self._optimizer

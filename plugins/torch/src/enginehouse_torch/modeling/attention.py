@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PADDED_ATTENTION = "sdpa"
 """Attention function of padded input."""
 BLOCK = 128
-"""Tokens of a block: the size that the kernels of `flex_attention` are written for."""
+"""Number of tokens of a block, for which the kernels of `flex_attention` are written."""
 AMPERE, HOPPER = 8, 9
 """Major compute capabilities: the lowest that flash-attention supports, and the capability that version 3 needs."""
 VARLEN = "varlen_attention"
@@ -196,9 +196,9 @@ def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
 
 
 def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each query block the number of its key blocks, and the indices of all key blocks, its own first.
+    """Return for each query block the number of key blocks that it attends to, and the indices of all key blocks.
 
-    Both are int32.
+    The key blocks that it attends to come first. Both results are int32.
     """
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -71,7 +71,7 @@ class SavedOptimizer(Protocol):
     step_number: int
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return the live moments by `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`."""
+        """Return the optimizer's own moments, not copies, by `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`."""
         ...
 
     def restored(self, step_number: int) -> None:
@@ -84,8 +84,8 @@ class TrainState:
     """The parts of an engine that a checkpoint is written from, or loaded into.
 
     Attributes:
-        model: live tensors by name, whole or this rank's shards (DTensors); None: the part is left out.
-        optimizer: None: the part is left out.
+        model: the engine's own tensors by name, whole or this rank's shards (DTensors); None: the part is left out.
+        optimizer: the engine's optimizer; None: the part is left out.
         rng: True if this process's random states are included.
     """
 
@@ -94,7 +94,7 @@ class TrainState:
     rng: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors by their names in a checkpoint, without step and random states."""
+        """Return the engine's own tensors by their names in a checkpoint, without step and random states."""
         tensors = {f"model.{name}": tensor for name, tensor in (self.model or {}).items()}
         if self.optimizer is not None:
             tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}

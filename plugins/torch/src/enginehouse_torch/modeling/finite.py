@@ -20,7 +20,7 @@ from enginehouse_torch.modeling.ranks import gather
 __all__ = ["check_step", "check_stored"]
 
 NAMED = 3
-"""Most parameters that a message names."""
+"""Maximum number of parameters that a message names."""
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -91,9 +91,9 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
 
 @contextlib.contextmanager
 def _rows_count_from_zero(model_input: ModelInput) -> Iterator[None]:
-    """Tell transformers that positions restart nowhere within a row, if `model_input` has none.
+    """If `model_input` has no positions, tell transformers that each sequence holds a single row.
 
-    Otherwise each pass reads this from the device, and so waits for all work before it.
+    Otherwise transformers reads the positions from the device in each pass to find out, and waits for all earlier work.
     """
     from transformers import masking_utils
 
@@ -192,7 +192,7 @@ def _select_positions(
 
     The model's own argument `logits_to_keep` selects the same positions in every sequence. Selecting the input of the
     output layer works for any positions and every model, and keeps the model's own changes to its logits. If given,
-    `forward` replaces the layer's own forward, at a time when the layer's weight is whole.
+    `forward` replaces the layer's own forward. It runs while the layer's weight is gathered.
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -186,8 +186,9 @@ def check_unread(
     """Reject unread tensors in a part of the model of which other tensors are read.
 
     A tensor in the same module as a read tensor (a bias), or in the same numbered block (a layer's norm), belongs to
-    what the model computes, so without it this is another model. A tensor in a separate block or head does not, nor
-    does a tensor that no computation needs (pattern `of_no_use`). `whose` is the reader, and advice, for the message.
+    what the model computes. If it is not read, the loaded model is another model. A tensor in a separate block or head
+    is allowed, and so is a tensor that no computation needs (pattern `of_no_use`). `whose` is the reader, and advice,
+    for the message.
 
     Raises:
         ModelError: there are such tensors; the message names them.
@@ -215,7 +216,8 @@ def _unused_pattern(model: PreTrainedModel) -> re.Pattern[str]:
 
 
 def find_unreached(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters outside the decoder, which no text reaches, of a model that also sees or hears."""
+    """Return the names of the parameters that no text reaches: those outside the decoder, in a model that also takes
+    images or sound."""
     if model.config.get_text_config() is model.config:
         return frozenset()
     parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))

@@ -36,7 +36,7 @@ class Offloading:
         state: returns the current tensors of each tag. A storage with two tags belongs to the first.
         device: only tensors on this device are offloaded.
         where: the rank, for messages.
-        during: context around allocations, given a description, as `MemoryGuard.during`.
+        during: returns a context for allocations from a description of the work, as `MemoryGuard.during` does.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from enginehouse.engines.train import Outputs
 
 SCORED_AT_ONCE = {"cpu": 1 << 17}
-"""Logits of a block that are scored at once, by device type: on a CPU half a MiB, which fits a core's cache."""
+"""Number of logits of a block that are scored at once, by device type. On a CPU they take half a MiB, which fits a
+core's cache."""
 
 NO_SHARE = -128.0
 """A logarithm whose exponential is 0 in float32; it replaces -inf, which times 0 would be nan."""

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a logprob that rounding explains: in bfloat16, two steps between logits of 16 to 32."""
+"""Largest difference of a logprob that rounding explains: in bfloat16, two rounding steps of logits from 16 to 32."""
 
 CLEARLY = 10.0
-"""A tree's difference from separate rows, times this, must not exceed the difference of mixed-up rows."""
+"""Factor by which a wrong mask must change the outputs more than packing rows, or laying them out as a tree, does."""
 
 MASK_ELEMENT = 2e5
 """Multiplications that a GPU could do while its host writes an element of a dense mask, in about 3 ns. An estimate for
@@ -51,7 +51,8 @@ def mask_cost(model: PreTrainedModel, attention: AttentionChoices, device: torch
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return the multiplications for attending to one token, as a fraction of those in one token's matrix products."""
+    """Return the number of multiplications for attending to one token, as a fraction of the number of multiplications
+    in the matrix products of one token."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -105,10 +106,10 @@ def can_share_prompts(
 ) -> bool:
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
-    The config must promise full attention in every layer. Two short rows must score the same in a tree as separately,
-    up to the rounding of `dtype` (None: the parameters' dtype), and differently if the second row sees the first. A
-    recurrent model fails, as does a model that derives positions from elsewhere. If `attention` has no function for
-    trees, the tree is padded.
+    The config must promise full attention in every layer. Two short rows must get the same outputs in a tree as
+    separately, up to the rounding of `dtype` (None: the parameters' dtype), and other outputs if the second row attends
+    to the first. A recurrent model fails this check, and so does a model that ignores the given positions. If
+    `attention` has no function for trees, the tree is padded.
     """
     return _computes_the_same(model, dtype or model.dtype, attention, "trees")
 
@@ -116,9 +117,10 @@ def can_share_prompts(
 def _computes_the_same(
     model: PreTrainedModel, dtype: torch.dtype, attention: AttentionChoices, what: Literal["rows", "trees"]
 ) -> bool:
-    """Return True if packed rows (`what="rows"`), or rows laid out as trees (`"trees"`), score as separate rows do.
+    """Return True if packed rows (`what="rows"`), or rows laid out as trees (`"trees"`), get the outputs of separate
+    rows.
 
-    Rows are packed as `attention` says.
+    `attention` has the attention functions of packed rows and trees.
     """
     config = model.config.get_text_config()
     if not attends_to_all(config):

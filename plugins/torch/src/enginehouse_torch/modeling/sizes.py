@@ -13,7 +13,7 @@ __all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
 BLOCK = 1 << 27
 """Maximum number of logits that exist at once: in float32 512 MiB, or 832 tokens of a vocabulary of 152,064."""
 SCORED_AT_ONCE_ELSEWHERE = 1 << 25
-"""Logits of a block that are scored at once on a device that `scores.SCORED_AT_ONCE` does not list."""
+"""Number of logits of a block that are scored at once on a device that `scores.SCORED_AT_ONCE` does not list."""
 
 CPU_PASS_BYTES = 1 << 30
 """Approximate bytes that a pass on a CPU keeps for its backward pass."""

@@ -60,8 +60,8 @@ class TokenModel:
         dtype: the dtype that the model computes in; None: the dtype of its parameters.
         attention: the option `attention` (`sharing.try_attention`); any but `"sdpa"` changes the model's attention.
         passes: for ranks that must run the model together (sharded parameters): maps the number of forward passes that
-            this rank needs to the number that all ranks run. A rank runs its additional passes on one token, which does
-            not count.
+            this rank needs to the number that all ranks run. A rank runs its additional passes on one token, which the
+            loss does not count.
         during: entered around each pass and each loss, with a description of it (`MemoryGuard.during`).
 
     Attributes:
@@ -125,7 +125,7 @@ class TokenModel:
         """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
-            Metrics, and the weight by which the sum is divided for its mean.
+            Metrics, and the weight of the loss. The summed loss divided by its weight is the mean loss.
         """
         check_outputs(self._has_values, loss.outputs)
         function = self._get_loss(loss.name)
@@ -215,6 +215,7 @@ class TokenModel:
 
 
 def _backward(total: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Run the backward pass through the model even if the loss does not depend on it, because the other ranks do."""
+    """Run the backward pass through the model even if the loss does not depend on the model's outputs, because the
+    other ranks run this pass too, and passes may communicate."""
     through = sum((column.sum() for column in outputs.values()), start=torch.zeros((), device=total.device))
     (total + 0.0 * through.to(total.device)).backward()
