@@ -17,11 +17,11 @@ PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
 def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     """Return the number of ranks of each of the four axes, outermost first.
 
-    Experts have no axis. Each group of `expert_parallel` neighbouring ranks of a pipeline stage shares all experts,
-    whatever else these ranks split.
+    Experts have no axis. Each group of `expert_parallel` neighbouring ranks of a pipeline stage distributes all experts
+    over its ranks, whatever else these ranks split.
 
     Raises:
-        ConfigError: The options do not divide the ranks, or `virtual_stages` is set without a pipeline.
+        ConfigError: The number of ranks is not divisible by the options, or `virtual_stages` is set without a pipeline.
     """
     if options.virtual_stages > 1 and options.pipeline_parallel == 1:
         raise ConfigError(

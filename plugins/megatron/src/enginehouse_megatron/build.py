@@ -59,7 +59,8 @@ def transformer_config(
 
     Raises:
         ModelError: The model needs something that this engine does not support.
-        ConfigError: The layout does not divide the model, or megatron-core rejects an argument of `native`.
+        ConfigError: A size of the model is not divisible by the layout, or megatron-core rejects an argument of
+            `native`.
     """
     check_known(config, spec.path)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))

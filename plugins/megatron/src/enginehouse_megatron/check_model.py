@@ -1,4 +1,4 @@
-"""Checks that a model's architecture is known and that the layout divides it. Light, because configs are checked here.
+"""Checks that a model's architecture is known, and that the layout fits its sizes. Light to import, for config checks.
 
 The engine repeats these checks with all defaults of the model's config, and checks more (`build`).
 """
@@ -55,7 +55,7 @@ def name_architecture(model_type: str, option: str) -> str:
 
 
 def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
-    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide the sizes of a model."""
+    """Raise `ConfigError`, with the nearest valid value, if an option of the layout does not divide a model's size."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
     layers = config.get("num_hidden_layers")
     for name, count, ranks, unit in (

@@ -189,12 +189,12 @@ class MegatronEngine:
         }
 
     def weight_source(self) -> SplitWeights:
-        """Return the live weights under their Hugging Face names, tied ones once."""
+        """Return access to the current weights under their Hugging Face names, with each tied weight once."""
         self._offloading.need("params", to="give weights")
         return SplitWeights(self._mapped, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, or nothing; collective."""
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective."""
         checkpoints.save(path, self._describe_content(what), self._ranks)
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:

@@ -25,7 +25,7 @@ class GroupedLinear(torch.nn.Module):
     """
 
     axis: ClassVar[int]
-    """Dimension by which more ranks would split the matrices; only checkpoints use it."""
+    """Dimension that tensor parallelism would split. The matrices are never split here; only checkpoints need it."""
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any

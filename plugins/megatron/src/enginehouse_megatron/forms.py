@@ -2,7 +2,7 @@
 
 megatron-core joins tensors that are multiplied with the same input: gate and up projections; queries, keys and values.
 Tensor parallelism splits stored tensors into plain blocks, and joins a rank's blocks to its part of the parameter. A
-form is therefore two functions between a rank's own parts, without communication.
+form therefore has two functions, which convert a rank's own parts in both directions without communication.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Form(Protocol):
 
     Attributes:
         stored: Names of the tensors, with `{layer}` for the number of the layer, from 0.
-        split: Dimension by which tensor parallelism splits each of them; None: every rank has the whole tensor.
+        split: Dimension by which tensor parallelism splits each stored tensor; None: every rank has the whole tensor.
     """
 
     stored: tuple[str, ...]

@@ -47,8 +47,8 @@ class StagePasses:
     """Forward and backward passes of one rank over its part of the model.
 
     Attributes:
-        vocabulary: Number of tokens.
-        budget: Maximum tokens of a micro-batch, unless a single row is longer (`tokens_per_microbatch`).
+        vocabulary: Number of tokens of the model's vocabulary.
+        budget: Maximum number of tokens of a micro-batch, unless a single row is longer (`tokens_per_microbatch`).
         during: Entered around each pass, with a description of it (`MemoryGuard.during`).
     """
 
@@ -95,8 +95,8 @@ class StagePasses:
         """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
-            Metrics, and the weight by which the sum is divided for its mean. On other stages than the last, no metrics
-            and 0.
+            Metrics, and the weight of the loss. The summed loss divided by its weight is the mean loss. On other stages
+            than the last, no metrics and 0.
         """
         check_outputs(self.has_values, loss.outputs)
         if loss.name not in self._losses:
@@ -128,7 +128,7 @@ class StagePasses:
         rows = BatchRows.from_offsets(batch.ragged("input_ids").offsets.numpy(), mask)
         parts = plan(rows, self.budget, each=self._each, whole=self._whole)
         most = self.ranks.largest(max(len(parts), 1))
-        if self.settings.virtual_pipeline_model_parallel_size is not None:  # its schedule goes by groups of as many
+        if self.settings.virtual_pipeline_model_parallel_size is not None:  # the schedule needs a multiple of this size
             most += -most % self.settings.pipeline_model_parallel_size
         return [*parts, *[make_padding(self._whole)] * (most - len(parts))]
 
@@ -176,7 +176,8 @@ class StagePasses:
         return results
 
     def _call(self, model: torch.nn.Module, packed: Packed, ids: np.ndarray, outputs: Outputs) -> torch.Tensor:
-        """Return the stage's output: hidden states, or scores (or values) at the positions this rank needs."""
+        """Return the stage's output: hidden states, or on the last stage `scores` (or values) at the positions that
+        this rank needs."""
         lengths = torch.tensor((0, *packed.lengths), dtype=torch.int32)
         begins = lengths.cumsum(0, dtype=torch.int32).to(self.device)
         own, predictor, numbers = self._select_own(packed)
@@ -203,7 +204,7 @@ class StagePasses:
         return output
 
     def _select_own(self, packed: Packed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the input tokens of this context-parallel rank, and the needed tokens that it predicts.
+        """Return the input tokens of this context-parallel rank, and the needed tokens that this rank predicts.
 
         Needed tokens are given by their predicting positions among the rank's tokens, and by their indices in
         `packed.needed`. There is at least one position, so that an output layer always has something to do.
@@ -238,7 +239,7 @@ class StagePasses:
         return scores(hidden, weight, None, targets, outputs, split)
 
     def _join(self, column: torch.Tensor, numbers: np.ndarray, needed: int) -> torch.Tensor:
-        """Join the results of all ranks that share the sequences."""
+        """Join the results of all ranks that split the sequences."""
         column = column[: len(numbers)]
         if self._context.size() == 1:
             return column
@@ -248,9 +249,9 @@ class StagePasses:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks. In the backward pass, each rank gives the gradient of the sum to its own term, not summed.
+    """A sum over ranks. In the backward pass, each rank uses its own gradient of the sum as the gradient of its term.
 
-    This is right because all ranks compute the same loss from the sum.
+    The gradients are not summed over the ranks, because all ranks compute the same loss from the sum.
     """
 
     @staticmethod

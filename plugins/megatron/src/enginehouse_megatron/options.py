@@ -27,7 +27,7 @@ from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:
-    """Return True if transformer-engine is installed. megatron-core cannot detect this, because it has mocks."""
+    """Return True if transformer-engine is installed. megatron-core cannot tell, because it uses mocks in its place."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -87,11 +87,11 @@ class MegatronOptions(TrainOptions):
             )
 
     def check(self, processes: int) -> None:
-        """Check that the axes divide the processes."""
+        """Check that the number of processes is divisible by the sizes of the axes."""
         axis_sizes(processes, self)
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check that the model's architecture is known and that the axes divide it."""
+        """Check that the model's architecture is known, and that its sizes are divisible by the sizes of the axes."""
         if "model_type" in config:
             reference = name_architecture(config["model_type"], self.architecture)
             if self.architecture != "auto":  # the user's own module, which the plan imports as it imports rewards

@@ -1,4 +1,4 @@
-"""Changes a `GPTModel` so that it scores only the needed positions, and padding in its input gets no gradient."""
+"""Changes a `GPTModel`: the output layer computes only needed positions, and the padding token gets no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients and optimizer: megatron-core's data-parallel buffers and distributed optimizer around a rank's part.
+"""Gradients and optimizer of a rank's part of the model, by megatron-core's buffers and distributed optimizer.
 
 Each data-parallel rank keeps the optimizer state of its share of the parameters and, in half precision, their float32
 copy (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks once a step.
@@ -131,7 +131,7 @@ class BufferedTraining:
                 state["step"] = torch.tensor(float(step_number))
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the buffers in which gradients accumulate. They stay between steps."""
+        """Return the buffers in which gradients accumulate. The same buffers are used in every step."""
         return [
             buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers)
         ]

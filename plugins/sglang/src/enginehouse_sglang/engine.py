@@ -50,7 +50,7 @@ class SGLangRollout:
 
     @property
     def server(self) -> SGLangServer:
-        """The server, which is alive and has weights."""
+        """The server. Raises `SGLangFailed` if it is not alive, or `WeightsLost` if it has no complete model."""
         if self._server is None:
             raise SGLangFailed("the sglang rollout engine is not launched")
         process = self._server.process

@@ -19,11 +19,11 @@ from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
 MARKS = 4096
-"""Maximum number of marked elements of a parameter: several for each tensor that SGLang joins in it, such as heads of
-queries, keys and values, or a layer's experts."""
+"""Maximum number of elements of a parameter that `find_unfilled` marks with NaN. There are several for each tensor that
+SGLang joins in the parameter, such as heads of queries, keys and values, or a layer's experts."""
 
 MARKED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the parameters that are marked."""
+"""Dtypes of the parameters that `find_unfilled` checks."""
 
 NOT_SENT = (".k_scale", ".v_scale")
 """Endings of parameters that a checkpoint need not hold."""

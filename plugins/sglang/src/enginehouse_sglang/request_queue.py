@@ -66,8 +66,8 @@ class RequestQueue:
     All requests of one turn of the event loop are sent at its end. If there are more than `MOST_CONNECTIONS`, requests
     with the same sampling parameters (except the seed) share a connection and are answered together.
 
-    New requests wait here while it is `paused`. `server` returns the server, or raises if it is lost; `ends` are the
-    model's end-of-sequence tokens.
+    New requests wait here while the queue is `paused`. `server` returns the server, or raises if the server is lost;
+    `ends` are the model's end-of-sequence tokens.
     """
 
     def __init__(

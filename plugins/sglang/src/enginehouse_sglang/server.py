@@ -18,7 +18,7 @@ from enginehouse_sglang.process import ServerProcess, SGLangFailed
 T = TypeVar("T")
 
 Row = Mapping[str, Any]
-"""One sequence to generate: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`."""
+"""One sequence for SGLang to continue: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`."""
 
 
 class SGLangServer:

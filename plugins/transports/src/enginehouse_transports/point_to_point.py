@@ -212,7 +212,7 @@ class PointToPointReceiver(Receiver):
         self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
         for number, move in self._moves.items():
             self._moves_in[bucket_of[move.parameter]].append(number)
-        self._noted: dict[int, int] = {}  # by rank: newest version that the rank knows was taken here
+        self._noted: dict[int, int] = {}  # by rank: newest version that this replica took, and the rank knows it
         self._arrival: Arrival | None = None
         self._channels: dict[int, ControlChannel] = {}
         self._part_receivers: list[PartReceiver] = []

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     Application = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 
 API = "/v1"
-"""Prefix of the served paths. Other paths of vLLM need no key, and some of them scale or pause the engine."""
+"""Prefix of the served paths. vLLM's other paths are not served, because they need no key and some of them scale or
+pause the engine."""
 
 GRACE_SECONDS = 1
 """Seconds that a request may continue once the server is asked to end."""

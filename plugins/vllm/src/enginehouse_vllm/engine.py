@@ -73,7 +73,7 @@ class VLLMRollout:
 
     @property
     def native(self) -> AsyncLLMEngine:
-        """vLLM's own engine, which is alive and has weights."""
+        """vLLM's own engine. Raises `VLLMFailed` if it is not alive, or `WeightsLost` if it has no complete model."""
         if self._llm is None or self._core is None:
             raise VLLMFailed("the vllm rollout engine is not launched")
         if self._llm.errored or not self._core.are_alive():  # vLLM finds out later
@@ -315,5 +315,6 @@ def _explain(error: VLLMFailed, model: ModelSpec) -> str:
 
 
 def _asleep_in_vllm(asleep: Set[str]) -> frozenset[str]:
-    """Return the parts that sleep in vLLM if `asleep` shall sleep: its weights cannot sleep without its cache."""
+    """Return the parts that must sleep in vLLM so that the parts `asleep` sleep: vLLM's weights cannot sleep without
+    its cache."""
     return frozenset({"weights", "kv_cache"} if "weights" in asleep else asleep)

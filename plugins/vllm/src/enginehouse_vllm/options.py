@@ -38,7 +38,7 @@ there is none."""
 CPU_KV_CACHE_MIB = 1024
 
 SHARE, SHARE_IN_TURNS = 0.92, 0.85
-"""Part of a GPU's memory: vLLM's own default, and ours if roles take turns on the GPU."""
+"""Fraction of a GPU's memory that vLLM uses: vLLM's own default, and our default if roles take turns on the GPU."""
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable; `"0"` selects Model Runner V1."""

@@ -25,7 +25,8 @@ Shared = Sequence[Sequence[tuple[torch.nn.Module, str]]]
 
 
 def shared_parameters(model: torch.nn.Module) -> Shared:
-    """Return the model's tied parameters. Call it before the reload, during which each module has its own."""
+    """Return the model's tied parameters. Call it before the reload, because during the reload each module has its own
+    parameter."""
     holders = defaultdict(list)
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -38,8 +39,8 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     """Make vLLM pack a mixture's experts again for its CPU kernels.
 
     Stands in for `UnquantizedFusedMoEMethod._setup_kernel` (`fused_moe/unquantized_fused_moe_method.py`), which packs
-    only where `moe_kernel` is None, so only at the first load. Superfluous once it packs at each load on CPU;
-    elsewhere weights are copied in place, as CUDA graphs need it. Test: experts, `test_weights_models.py`.
+    only where `moe_kernel` is None, so only at the first load. Superfluous once vLLM packs experts at each load on a
+    CPU. On other devices vLLM copies weights in place, as CUDA graphs need it. Test: experts, `test_weights_models.py`.
     """
     if not current_platform.is_cpu():
         return
@@ -54,9 +55,9 @@ def forget_packed_linears(model: torch.nn.Module) -> None:
 
     The layers cannot compute until a reload.
 
-    Stands in for nothing, because vLLM's CPU worker does not sleep. Reaches what `dispatch_cpu_unquantized_gemm`
-    (`layers/utils.py`) leaves in `cpu_linear`; what experts packed outside their parameters stays. Superfluous once
-    that worker sleeps. Test: `test_sleep.py`.
+    Stands in for nothing, because vLLM's CPU worker does not sleep. It releases the weights that
+    `dispatch_cpu_unquantized_gemm` (`layers/utils.py`) leaves in `cpu_linear`, but not the weights that experts have
+    packed outside their parameters. Superfluous once vLLM's CPU worker sleeps. Test: `test_sleep.py`.
     """
     for module in model.modules():
         if hasattr(module, "cpu_linear"):

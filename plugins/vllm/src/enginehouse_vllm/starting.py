@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
 TAKING_TURNS: Mapping[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE_IN_TURNS}
-"""Arguments on a GPU that roles use in turns. vLLM starts only if this part of its memory is free. The rest is for what
-other roles cannot give up: contexts of CUDA, buffers of NCCL."""
+"""Further arguments on a GPU that roles use in turns. vLLM starts only if the fraction `gpu_memory_utilization` of the
+GPU's memory is free. The rest holds what other roles cannot free: contexts of CUDA, buffers of NCCL."""
 
 TRUNCATION = "enginehouse_vllm.truncation"
 """Module that vLLM loads in its own processes, by this name."""

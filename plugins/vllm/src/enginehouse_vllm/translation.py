@@ -24,7 +24,7 @@ LOWEST_TEMPERATURE = 0.01
 
 @dataclass(slots=True)
 class RequestTranslator:
-    """Translates between this program's requests and vLLM's.
+    """Translates requests to vLLM's sampling parameters, and vLLM's outputs to results.
 
     `has_exact_logprobs` is True if vLLM can note the probability of the tokens that top-k and top-p keep. `vocabulary`
     is the number of tokens, `ends` are the model's end-of-sequence tokens.
