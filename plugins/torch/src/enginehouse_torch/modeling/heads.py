@@ -91,7 +91,7 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
 
 @contextlib.contextmanager
 def _rows_count_from_zero(model_input: ModelInput) -> Iterator[None]:
-    """If `model_input` has no positions, tell transformers that each sequence holds a single row.
+    """Tell transformers that each sequence holds a single row, if `model_input` has no positions.
 
     Otherwise transformers reads the positions from the device in each pass to find out, and waits for all earlier work.
     """
