@@ -5,8 +5,8 @@
         batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=64, n=8))  # prompts as token ids
         metrics = roles.actor.update(batch.with_columns(advantages=advantages), LossSpec("my_module:my_loss"))
 
-Your loop needs no imports from other modules. enginehouse's own trainer uses the same engines, workers and transports,
-but this library does not use the trainer.
+A training loop imports what it needs from this module. enginehouse's own trainer uses the same engines, workers and
+transports, but this library does not use the trainer.
 """
 
 from __future__ import annotations

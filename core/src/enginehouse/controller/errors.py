@@ -37,7 +37,7 @@ class GroupClosed(ControllerError):
 
 class DataLost(ControllerError):
     """Rows of a distributed batch cannot be read any more, because the node that held them has left the cluster, or
-    because they were freed.
+    because the rows were freed.
 
     Attributes:
         origin: role, rank, node and method that made the rows.

@@ -354,7 +354,7 @@ class Room:
         return cls({node["NodeID"]: node["Resources"] for node in _nodes()}, _free())
 
     def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
-        """Take resources for a role's processes: on one node, if a node is large enough, else on as few as possible.
+        """Take resources for a role's processes: on one node if it is large enough, else on as few nodes as possible.
 
         If the free resources do not suffice, resources in use are taken as well, and the run later waits for them.
 

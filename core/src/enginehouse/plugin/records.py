@@ -227,7 +227,7 @@ class Loss(Function):
         always_needs_actor_logprobs: True if the loss always requires `old_logprobs` computed by the actor, because it
             clips its ratio to a range smaller than the rounding differences between two engines.
         ratio_bounds: names of arguments that bound the distance of the ratio from 1. If such a bound is below 0.05 and
-            the run computes in bfloat16, the loss requires `old_logprobs` computed by the actor.
+            the run computes in bfloat16, the actor computes `old_logprobs`, unless the config chooses otherwise.
         taken_from: config keys by argument. An argument that is not set gets the value of its config key, such as
             `rollout.sampling.max_tokens`.
         output: the engine output that the loss is computed from: `"logprobs"`, or `"values"` for a critic.
