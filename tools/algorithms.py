@@ -33,7 +33,7 @@ algorithms` wrote this page. An algorithm is an advantage and a loss, `algorithm
 COMPARED_HEAD = """\
 # Comparison with the code of verl and TRL
 
-For contributors, and for users who need to know how far a result can be compared. `make algorithms` wrote this page.
+For contributors, and for users who compare their results with those of verl or TRL. `make algorithms` wrote this page.
 """
 MEANS = {
     "token_mean": ("token-mean", "dapo"),
@@ -52,7 +52,7 @@ ELSEWHERE = {
 APART = """
 Where ours and theirs differ, on purpose:
 
-- A group of one sample has an advantage of 0; in verl, its reward.
+- A group of one sample has an advantage of 0; in verl, its advantage is its reward.
 - Equal rewards give advantages of exactly 0. In verl, the rounded mean leaves a tiny number, which a division by a tiny
   deviation makes large: `grpo` gives 0.1 for eleven equal rewards of 0.7 in float32.
 - `gdpo` is normalized over samples, as in the paper and in TRL; verl normalizes it over tokens. So the comparison has
