@@ -52,7 +52,8 @@ def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
     noticed="at the next validation",
 )
 def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunFiles):
-    run = start("train", ALONE, "train.steps=12", "actor.engine.options.schedule=constant")
+    options = ("actor.engine.options.lr=1.5e-3", "actor.engine.options.schedule=constant")
+    run = start("train", ALONE, "train.steps=12", *options)
     ended = run.finished()
     before, after = run.validations
     assert before["validation/reward"] - after["validation/reward"] > 0.05
