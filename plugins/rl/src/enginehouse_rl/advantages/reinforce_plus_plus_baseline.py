@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def reinforce_plus_plus_baseline(batch: Batch) -> Batch:
-    """Add `advantages` float32 by token to a batch with `reward`, `group` `(rows,)` and `loss_mask`; `kl_penalty`: see
-    `kl_distances`."""
+    """Add `advantages`, float32 with one value for each token, to a batch with `reward`, `group` and `loss_mask`.
+
+    If the batch has the column `kl_penalty`, the result of `kl_distances` is subtracted from the advantages.
+    """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     _, distances, _ = group_statistics(batch["reward"], batch["group"])
     credits = normalized(distances[tokens.row]) - kl_distances(batch)[tokens.row]

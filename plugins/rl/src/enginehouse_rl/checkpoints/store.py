@@ -51,7 +51,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside(self, damaged: Iterable[Path]) -> None:
-        """Rename damaged checkpoints, so that they are not mistaken for checkpoints of later steps."""
+        """Rename damaged checkpoints, so that no later search for checkpoints finds them."""
         for path in damaged:
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The program that replaces the process of a run which was ended by force. It calls the observers' `run_recorded`.
 
-`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE when the observers have ended, after `SECONDS`,
-or at a signal.
+`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE as soon as the observers have ended, `SECONDS`
+have passed, or a signal arrives.
 """
 
 import contextlib

@@ -141,8 +141,8 @@ class Feed:
         return missing
 
     def _advance(self) -> None:
-        """Begin the tasks that may begin. If the current step can be served, hand over its groups, or the error that
-        ended the feed."""
+        """Begin the tasks that may begin. If a caller waits for a step's groups, hand over the groups once all are
+        available. If an error ended the feed, hand over the error."""
         if self._error is None:
             try:
                 for task in self._tasks.next(self._schedule.count_room(self._missing, self._remaining)):

@@ -184,9 +184,9 @@ class EnvironmentWorkerPool:
                 self._exchange.soon()
 
     def metrics(self, kind: str) -> dict[str, float]:
-        """Return the failed episodes of a kind by reason, and the restarts of all workers, both since the last call.
+        """Return two counts since the last call: the failed episodes of a kind by reason, and the restarts of workers.
 
-        The workers then warn of the next failure of each reason again.
+        After this call, the workers warn of the next failure of each reason again.
         """
         for seat in self._seats:
             seat.process.orders.counted_kinds.append(kind)

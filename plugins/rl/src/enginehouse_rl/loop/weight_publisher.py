@@ -46,11 +46,11 @@ class WeightPublisher:
             raise
 
     def begin(self) -> None:
-        """Request the weights of a training that has just begun, if the previous update was so short that this saves
-        time.
+        """Request the weights of the update that has just begun, before it ends. This saves time if updates are short.
 
-        With `train.staleness` it never does so, because replicas generate meanwhile. With long updates nothing would be
-        gained, and clients of a replica's own endpoint would have to wait.
+        Nothing is requested if the previous update was long: little time would be saved, and clients of a replica's own
+        endpoint would have to wait. With `train.staleness` nothing is ever requested early, because replicas generate
+        during the update.
         """
         if self._asks_early:
             self._run.roles.sync.begin(self.version + 1)

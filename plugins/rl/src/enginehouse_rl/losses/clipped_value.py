@@ -28,7 +28,8 @@ def clipped_value(
         aggregation: see `enginehouse_rl.losses.aggregate`.
 
     Returns:
-        The loss, with metrics `clip_fraction` (tokens whose clipped error counts), `value_mean` and `return_mean`.
+        The loss, with the metrics `clip_fraction` (fraction of the tokens whose loss is the clipped error),
+        `value_mean` and `return_mean`.
     """
     counted = view.counted_tokens()
     values, returns = view.outputs["values"][counted], view.columns["returns"][counted]

@@ -111,7 +111,7 @@ def check_environment(environment: Callable[..., Any], name: str) -> None:
 
 
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """True if a function can be called with one positional argument, or a class without any."""
+    """True if a function can be called with only one positional argument, or a class without any argument."""
     if isinstance(definition, ast.ClassDef):
         makers = {"__init__", "__new__"}.intersection(getattr(node, "name", "") for node in definition.body)
         return not (makers or definition.bases or definition.keywords or definition.decorator_list)

@@ -106,7 +106,7 @@ class AuxiliaryPart(Part[C]):
             engine.check_model(run[ModelPart].json, run.roles[self.name].model)
 
     def check_scores(self, path: str) -> None:
-        """Reject a model without a value head, for a role that scores."""
+        """Reject a model without a value head. Called for roles that compute scores."""
         names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
@@ -173,10 +173,11 @@ class CriticPart(AuxiliaryPart[Config]):
 
 
 class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
-    """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base model.
+    """The frozen model with which DPO, a KL term or an advantage compares the policy. A run has no such role if the
+    actor's own base model serves as reference.
 
     Attributes:
-        used: true if anything compares with a reference.
+        used: true if the run compares the policy with a reference.
     """
 
     name = "reference"

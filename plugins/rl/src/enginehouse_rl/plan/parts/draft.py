@@ -142,8 +142,8 @@ class Draft(Generic[C]):
 
         Args:
             others: names of further arguments, which the function's record does not list.
-            taken: further arguments, which the function's record asks for (`Loss.taken_from`). The function is not
-                imported only to check these.
+            taken: further arguments, which the function's record asks for (`Loss.taken_from`). They are checked if the
+                function is imported for another reason, but the function is not imported to check them.
 
         Returns:
             The function with all arguments except `others`. Its reference is empty if a problem was found.
