@@ -32,7 +32,7 @@ class Origin:
         distribution: the installed distribution, or empty.
         version: the distribution's version.
         digest: `"sha256:..."` of all files of the packages that the record names, of the plugins that its distribution
-            requires, and of `OF_CORE` if its kind handles weights. It also changes with an edit of a checkout.
+            requires, and of `OF_CORE` if its kind handles weights. Editing a file of a checkout changes the digest too.
     """
 
     distribution: str

@@ -14,7 +14,8 @@ import numpy as np
 from enginehouse_testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, stepped_model, tiny_experts, tiny_model
 
 MAX_MODEL_TOKENS = 2048
-"""Longest sequence of every model. It is long, so that a request can be interrupted before it ends."""
+"""Maximum length in tokens of a sequence, for every model. It is large, so that a request can be interrupted before it
+ends."""
 
 SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "key_value_heads": 2, "max_positions": MAX_MODEL_TOKENS}
 

@@ -40,7 +40,8 @@ WAIT_SECONDS = 120.0
 """Longest wait for anything that an engine has to do at once."""
 
 USERS_TOKENS = 128
-"""Longest sequence of a user's model, because a layout's cache may be too small for the model's own limit."""
+"""Maximum length in tokens of a sequence of a user's model. A layout's cache may be too small for the model's own
+limit."""
 
 CHUNK_PARAMETERS = 2
 """Number of parameters that arrive together in an update."""
@@ -141,7 +142,8 @@ class ReplicaTrial:
         ]
 
     async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """Start a request, and return once it has some tokens: once a shorter request that came later has ended."""
+        """Start a request, and return once the engine has generated some of its tokens. This is certain once a shorter
+        request, which was made later, has ended."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)

@@ -260,7 +260,8 @@ class EnvironmentSuite(Suite):
         environment: a registered name, `"module:Class"`, or a record that need not be registered.
         arguments: arguments of the environment, as in `environment.arguments`.
         examples: rows of data for tasks. Without examples, the suite uses made-up rows with an `answer`.
-        replies: texts that the policy answers with, at random but always the same. Without them it uses a few answers.
+        replies: texts with which the policy answers, in a random order that is the same in every run of the suite.
+            Without replies, the policy uses a few built-in answers.
     """
 
     kind = "environment"

@@ -95,7 +95,8 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
 
 
 def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]], model: str = "") -> list[Combination]:
-    """Return all combinations of the chosen names with a model. A kind without chosen names has all its names."""
+    """Return all combinations of the chosen names with a model. If no names of a kind are chosen, all names of that
+    kind are combined."""
     parts = product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))
     return [Combination(train, rollout, transport, model) for train, rollout, transport in parts]
 

@@ -108,8 +108,8 @@ class MatrixMaker:
         return clean
 
     def _add(self, finding: MatrixRow | dict[str, Any], message: str, *, lost: bool, failed: bool) -> bool:
-        """Add a finding. `lost` means that it has no result but the earlier finding has one: the earlier one is then
-        kept. Return True if the finding is neither lost nor failed."""
+        """Add a finding, and return True if it is neither lost nor failed. A finding is lost if it has no result, but
+        the earlier finding has one. The earlier finding is then kept."""
         if lost:
             message = f"{message}; the earlier result is kept"
         else:

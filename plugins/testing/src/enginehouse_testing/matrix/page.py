@@ -25,7 +25,7 @@ CHECKED_COLUMNS = ("kind", "name", "check", "measured", "tolerance")
 OUTCOMES = ("passed", "failed", "not run", "not declared")
 CERTIFICATE_COLUMNS = ("kind", "name", "certificate", *OUTCOMES, "layouts", "nearest", "written")
 BUSY = 0.2
-"""Number of cores kept busy by others, above which the page says that a row's times are too long."""
+"""Number of cores that other programs keep busy. Above it, the page says that the times of a row are too long."""
 
 
 def render(findings: MatrixFindings, data: str) -> str:
