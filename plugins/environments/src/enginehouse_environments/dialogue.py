@@ -119,10 +119,10 @@ class ChatTemplate:
         return len(tokens) > 0 and int(tokens[-1]) in closing
 
     def _render_continuation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text after an answer. Before a tool's result, the answer contains calls, if possible.
+        """Return the text that follows an answer. If tool results follow, the template renders an answer with calls.
 
-        Some templates otherwise reject a tool's message or write it differently, and some accept only one call. The
-        text that closes the answer is rendered without calls.
+        Without calls, some templates reject a tool's result or write it differently. If the template rejects one call
+        for each result, it gets a single call, or else none. The text that closes the answer is rendered without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for answered in filter(None, (results, results[:1])):

@@ -196,7 +196,8 @@ class AgentEndpoint:
     async def _stream(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield finished answers as server-sent events, because no part of an answer is final before its end."""
+        """Yield finished answers as server-sent events. Unfinished answers are not sent, because any part of them may
+        still change."""
 
         def event(number: int, delta: Mapping[str, Any], **fields: Any) -> str:
             choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **fields}

@@ -23,7 +23,7 @@ class GuessingGame:
     The last whole number of an answer is the guess. An answer without a number ends the game.
 
     Args:
-        turns: number of guesses.
+        turns: maximum number of guesses.
         later: reward of a right guess after the first one; a right first guess has the reward 1.
     """
 

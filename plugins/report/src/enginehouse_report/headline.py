@@ -74,7 +74,8 @@ def _describe_decline(rows: Rows) -> str:
 
 
 def _measure_speed(rows: Rows, resumed_after: int | None) -> dict[str, Any] | None:
-    """Return the number of steps of the run's last process, and their seconds without the start of its workers."""
+    """Return the number of steps that the run's last process took, and their duration in seconds. The time for starting
+    the workers is left out."""
     steps = [
         (row["step"], elapsed, number(row.get("time/step")))
         for row in rows

@@ -58,7 +58,7 @@ class LiveRun:
         """Return the data that a page does not have yet.
 
         Args:
-            cursors: `next` of the previous reply; empty for the first.
+            cursors: `next` of the previous reply; empty for the first request.
 
         Returns:
             `part` and `samples` as in a report, without the rows that the page has; `whole`: True if the page must

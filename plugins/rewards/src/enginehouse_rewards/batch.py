@@ -156,8 +156,8 @@ class ScoringBatch:
     def verdict(self) -> Exception | None:
         """Return the error that ends the batch now, or None.
 
-        After a failure that ends the run, further rows are scored for the time limit of one row, because the advice in
-        the message depends on whether one row fails or many do.
+        After a failure that ends the run, further rows are still scored, as long as one row may take. The message then
+        knows whether one row fails or many rows do.
         """
         if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 LONGEST_NUMBER = 100
-"""Maximum number of characters of a number, and of its power of ten, because larger exact values would fill memory."""
+"""Maximum number of characters of a number, and largest exponent of ten. Larger exact values would fill the memory."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
