@@ -1,6 +1,7 @@
 """An example agent that needs only the package `openai`.
 
-It sends a question and a calculator tool to the model, runs the calls of the answer, and repeats until there are none.
+It sends a question and a calculator tool to the model, runs the calls of the answer, and repeats this until an answer
+has no calls.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class ChatTemplate:
         return self._encode(text.removeprefix(self.decode([self.end])))  # it begins a longer token
 
     def text(self, answer: Sequence[int], stopped: bool = False) -> str:
-        """Return an answer's text with its special tokens, except the closing one; `stopped` as in `continuation`."""
+        """Return an answer's text with its special tokens, except the token that closes the answer. `stopped` has the
+        same meaning as in `continuation`."""
         tokens = list(map(int, answer))
         return self.decode(tokens[:-1] if self._is_closed(tokens, stopped) else tokens)
 
@@ -210,7 +211,8 @@ class Dialogue:
         return completion
 
     def episode(self, score: Score, finish: str = "stop", earlier: Sequence[Segment] = ()) -> Episode:
-        """Return the episode so far, with the whole dialogue as texts; arguments as in `Episode`."""
+        """Return the episode so far, with prompt and response texts of the whole dialogue. The arguments become fields
+        of the `Episode`."""
         tokens, begin = self.transcript.tokens, self._given
         prompt, response = (self.template.decode(part) for part in (tokens[:begin], tokens[begin:]))
         return self.transcript.episode(score, prompt, response, finish, earlier)

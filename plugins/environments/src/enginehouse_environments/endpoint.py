@@ -40,9 +40,9 @@ BODY_BYTES = 2**25
 """Maximum length of a request's body, in bytes."""
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
-"""Maximum number of waiting and of open connections. At most half of the files that the process may open are
-connections. The server accepts at most a sixteenth of that maximum at once, because it closes an excess connection only
-some turns of the event loop later."""
+"""Maximum number of connections that wait to be accepted, and maximum number of open connections. At most half of the
+files that the process may open are connections. At most a sixteenth of that maximum is accepted at once, because the
+server closes an excess connection only some turns of the event loop later."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),

@@ -48,7 +48,7 @@ def _describe_change(rows: Rows) -> dict[str, Any] | None:
 
 
 def _describe_validations(rows: Rows) -> dict[str, Any] | None:
-    """Return the first, the best and the last validation. If the last one is worse, say how much."""
+    """Return the first, the best and the last validation. If the last validation is worse, say by how much."""
     for name in VALIDATED:
         values = [
             (row["step"], value)

@@ -135,7 +135,7 @@ class _ServedMetrics:
                     log.warning("Prometheus gets only the first %d metrics of this run", MOST_METRICS)
 
     def end(self, outcome: Outcome, seconds: float) -> None:
-        """Set the outcome. If metrics were ever fetched, wait until the last ones are fetched."""
+        """Set the outcome. If metrics were ever fetched, wait until the last metrics are fetched."""
         with self._changed:
             self._status, so_far = outcome, self._fetched
             if so_far:

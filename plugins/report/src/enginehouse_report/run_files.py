@@ -209,7 +209,7 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
 
 
 def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the duration so far of all processes of the run, or None if the start of the last one is unknown."""
+    """Return the duration so far of all processes of the run, or None if the start of the last process is unknown."""
     last = record.get("seconds")
     if not isinstance(last, (int, float)):
         try:

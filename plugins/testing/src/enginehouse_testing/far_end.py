@@ -1,4 +1,5 @@
-"""Receivers of a transport under test in another process, which may be denied all that processes of a host share."""
+"""Receivers of a transport under test, in another process. This process can be kept from everything that processes of
+one host share."""
 
 from __future__ import annotations
 

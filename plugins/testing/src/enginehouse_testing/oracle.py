@@ -44,7 +44,7 @@ class Oracle:
             yield VALUE_HEAD, self.value_head
 
     def weights(self) -> Weights:
-        """Return a copy of all parameters as a checkpoint stores them, tied ones once."""
+        """Return a copy of all parameters as a checkpoint stores them; tied parameters occur once."""
         return self._stored({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
 
     def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

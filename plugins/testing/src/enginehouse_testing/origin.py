@@ -45,7 +45,7 @@ class Origin:
 
 
 def origin_of(record: Record) -> Origin:
-    """Return the origin of a record, registered or not. Nothing of it is imported."""
+    """Return the origin of a record, which need not be registered. No code of the record is imported."""
     modules = _modules(record)
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]

@@ -35,7 +35,7 @@ DECADES = tuple(range(-8, 2))
 """Exponents of the powers of ten at the histogram's edges."""
 
 WORST = 10
-"""Number of tokens to keep, those that differ most."""
+"""Number of tokens to keep: the tokens whose logprobs differ most."""
 
 VERSION = 1
 """Weight version of the update."""

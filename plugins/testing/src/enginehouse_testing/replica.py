@@ -226,7 +226,8 @@ def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torc
 
 
 def _children() -> set[int]:
-    """Return the ids of all processes below this one, except Python's own resource trackers, which end with it."""
+    """Return the ids of all processes that this process started, directly or not, except Python's own resource
+    trackers, which end with it."""
     import psutil
 
     running = set()

@@ -32,7 +32,7 @@ ACT_SECONDS = 180.0
 ROLLOUT_ACT_SECONDS = 600.0
 """Maximum time of a rollout engine's act, launch included."""
 TRANSPORT_SECONDS = 60.0
-"""Deadline of all operations of a transport, including those that have to fail at once."""
+"""Deadline of all operations of a transport, including operations that have to fail at once."""
 FUNCTION_SECONDS = 60.0
 """Maximum time of an act of a function."""
 END_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Site:
 
 
 class TrainSite(Site):
-    """Worker groups with one rank per process, one group for each number of processes.
+    """Worker groups of training engines. There is a group for each number of processes, with one rank in each process.
 
     Args:
         seconds: maximum time of an act.

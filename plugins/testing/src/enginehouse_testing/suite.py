@@ -50,7 +50,8 @@ class Suite:
 
     @classmethod
     def given(cls) -> Given:
-        """Return the arguments and data for the record, from the class attributes named as the fields of `Given`."""
+        """Return the arguments and data for the record, from the class attributes that have the names of fields of
+        `Given`."""
         return Given(**{field.name: getattr(cls, field.name) for field in fields(Given) if hasattr(cls, field.name)})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -166,8 +167,8 @@ class LossSuite(Suite):
     Class attributes:
         loss: a registered name, `"module:function"`, or a record that need not be registered.
         arguments: arguments of the loss, as in `algorithm.loss.arguments`.
-        columns: additional columns that the loss reads, for example those of your own advantage. They hold one random
-            number for each `"row"` or `"token"`.
+        columns: additional columns that the loss reads, for example the columns that your own advantage adds. They hold
+            one random number for each `"row"` or `"token"`.
     """
 
     kind = "loss"

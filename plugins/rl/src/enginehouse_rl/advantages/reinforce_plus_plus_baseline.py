@@ -3,8 +3,8 @@ step.
 
 Source: Hu et al. 2025, "REINFORCE++", the variant with a baseline. Only the mean comes from the group. The standard
 deviation of a group is noisy, and 0 if all rewards are equal. Therefore the divisor is the standard deviation of all
-tokens of the step. A KL term in the reward, which the paper has in the loss, is also compared within the group, but not
-divided.
+tokens of the step. A KL term in the reward is also compared within the group, but it is not divided by the standard
+deviation. In the paper, the KL term is in the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Creates tasks of lm-eval, and lets them write the prompts of a benchmark.
 
-In lm-eval itself, `lm_eval.simple_evaluate` does this. This module seeds the same random generators, so that its
-prompts are equal to those of lm-eval.
+In lm-eval itself, `lm_eval.simple_evaluate` does this. This module seeds the same random generators, so it gets the
+same prompts as lm-eval.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 class BenchmarkItems(NamedTuple):
-    """The items of a benchmark, and how to generate the responses.
+    """The items of a benchmark, and the settings for generating the responses.
 
     Attributes:
         until: strings before which a response ends.
@@ -123,7 +123,7 @@ def _list_items(task: ConfigurableTask, limit: int | None, is_chat: bool) -> Ite
 
 def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
     """Return chat messages unchanged. lm-eval calls this in place of a chat template, because the messages are rendered
-    and tokenized later, like those of any chat."""
+    and tokenized later, like the messages of any chat."""
     return messages
 
 

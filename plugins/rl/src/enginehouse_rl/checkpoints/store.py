@@ -1,4 +1,4 @@
-"""Writes checkpoints to a run directory atomically, and keeps only the newest ones."""
+"""Writes checkpoints to a run directory atomically, and keeps only the newest checkpoints."""
 
 from __future__ import annotations
 

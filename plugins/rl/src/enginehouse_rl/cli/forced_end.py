@@ -13,7 +13,7 @@ from enginehouse.controller.interruption import SIGNALS
 from enginehouse_rl.cli.session import tell_recorded
 
 SECONDS = 10
-"""Time limit for observers, because the user wants the run to be over."""
+"""Time limit for observers. A user who ends a run by force does not want to wait for them."""
 
 
 def main() -> None:

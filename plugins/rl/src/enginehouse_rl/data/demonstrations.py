@@ -84,7 +84,7 @@ class DemonstrationDataset:
         return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
 
     def all(self, limit: int | None = None) -> Batch:
-        """Return the first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""
+        """Return the first `limit` demonstrations (unset: all) in the order of the file, with the columns of `rows`."""
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, rows_per_step: int, seed: int = 0) -> Sampler[DemonstrationDataset]:

@@ -97,7 +97,7 @@ class PreferenceDataset:
         return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
 
     def all(self) -> Batch:
-        """Return all items in the order of the file; columns as in `rows`."""
+        """Return all items in the order of the file, with the columns of `rows`."""
         return self.rows(np.arange(len(self)))
 
     def mismatch(self, batch: Batch) -> Batch:

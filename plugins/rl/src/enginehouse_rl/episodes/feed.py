@@ -37,7 +37,7 @@ late for any step, so its task is repeated."""
 
 
 class NoGroupKept(EnginehouseError):
-    """Too many groups in a row cannot be trained on, because the filter rejected them or they failed."""
+    """Too many consecutive groups cannot be trained on, because the filter rejected them or they failed."""
 
 
 class Feed:
@@ -72,7 +72,7 @@ class Feed:
 
         Args:
             version: Version of the weights at the start of generation; newer weights may arrive meanwhile.
-            remaining: Number of groups to train on until the run ends, including this step's.
+            remaining: Number of groups to train on until the run ends, including the groups of this step.
         """
         self._begun = self._loop.call(self._begin_step, version, remaining)
 
@@ -85,7 +85,8 @@ class Feed:
             not they are scored.
 
         Raises:
-            NoGroupKept: The filter rejected, or the failure policy dropped, too many groups in a row (`MOST_REFUSED`).
+            NoGroupKept: The filter rejected, or the failure policy dropped, too many consecutive groups
+                (`MOST_REFUSED`).
             EnginehouseError: Another error ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:

@@ -266,7 +266,8 @@ class EpisodeRunner:
         return self.failures.last_error
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of episodes that failed since the last call, by reason. Each try counts."""
+        """Return the number of episodes that failed since the last call, by reason. An episode is counted in each try
+        that fails."""
         self.failures.warn_again()
         return count_failures(self.take_counts())
 

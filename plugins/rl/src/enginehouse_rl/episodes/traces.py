@@ -96,8 +96,8 @@ class Trace:
 
     Attributes:
         begun: Start in seconds of this machine's `time.monotonic()`, like all times here.
-        turns: The episode's requests in the order in which they ended. If the episode was tried several times, only the
-            last try counts.
+        turns: The episode's requests in the order in which they ended. If the episode was tried several times, only
+            requests of the last try are listed.
         reward_waits: Times during which the episode waited for the configured reward.
     """
 

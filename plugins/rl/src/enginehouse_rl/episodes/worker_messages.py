@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import EpisodeActivity
 
 repeated_log = logging.getLogger(__name__)
-"""The controller's logger for warnings of its workers. A worker in the same process does not report these again."""
+"""The logger with which the controller repeats warnings of its workers. A worker in the controller's process does not
+report the warnings of this logger, because they would be repeated without end."""
 
 
 @dataclass(frozen=True, slots=True)

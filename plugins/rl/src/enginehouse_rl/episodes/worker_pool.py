@@ -144,8 +144,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        Under the failure policy `retry`, tasks of a lost worker are played again with the same seeds, because another
-        task may have caused the loss.
+        If a worker is lost, any of its tasks may be the cause. Under the failure policy `retry`, all of them are
+        therefore played again with the same seeds.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.

@@ -180,7 +180,7 @@ class Validation:
     ) -> Iterator[dict[str, Any]]:
         """Yield a plain row for each sample, with its prompt's file and row number.
 
-        If the data has an `answer`, as a text or a number, the row contains it as `reference`. Arguments are those of
+        If the data has an `answer`, as a text or a number, the row contains it as `reference`. Takes the arguments of
         `measure` and `sample_rows`.
         """
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()

@@ -58,7 +58,7 @@ _fetched: dict[tuple[Any, ...], Snapshot] = {}
 def fetch(
     name: HubName, key: str, files: Sequence[str], others: Sequence[str] = (), say: Say = log.debug, unreached: str = ""
 ) -> Snapshot:
-    """Find the commit of a name, and fetch those of its files that are not in the cache.
+    """Find the commit of a name, and fetch its files unless they are in the cache.
 
     A process asks for a name only once, so that a second plan, with another layout, gets the same commit.
 

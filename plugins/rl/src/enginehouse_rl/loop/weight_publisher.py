@@ -21,7 +21,7 @@ SHORT_UPDATE_SECONDS = 1.0
 class WeightPublisher:
     """Brings the actor's weights to every rollout replica as verified, consecutive versions.
 
-    `version` is the version that is served or requested; 0 before the first.
+    `version` is the version that is served or requested; 0 before the first update.
     """
 
     def __init__(self, run: Trainer):

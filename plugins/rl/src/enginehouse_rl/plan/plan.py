@@ -188,7 +188,8 @@ class Plan(PlayPlan):
 
     Attributes:
         old_logprobs: role whose logprobs are the denominator of the policy ratio, `"rollout"` or `"actor"`.
-        loss: the actor's loss, with the arguments that come from other sections, except those of the KL term.
+        loss: the actor's loss with its arguments, including arguments from other sections of the config, but without
+            the arguments of the KL term.
         critic_loss: the critic's loss; None without a critic.
     """
 

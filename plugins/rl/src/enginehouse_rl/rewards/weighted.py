@@ -71,7 +71,7 @@ class WeightedRewards:
         """Combine a row's scores into one.
 
         A failed reward counts as 0 if the run continues, and a reward that abstains is left out. The answer is the
-        first one that a reward returned.
+        first answer that a reward returned.
 
         Raises:
             RewardError: All rewards abstain, and a row without a score ends the run.

@@ -70,7 +70,7 @@ def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
 
 
 def add_measurement(loss: LossSpec, version: int) -> LossSpec:
-    """Wrap a loss in `measure_and_compute`, so that it also compares its logprobs with those of the rollout."""
+    """Wrap a loss in `measure_and_compute`, so that it also compares its logprobs with the logprobs of the rollout."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:
@@ -85,7 +85,7 @@ def add_measurement(loss: LossSpec, version: int) -> LossSpec:
 
 
 def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
-    """Compute a loss, compare its logprobs with those of the rollout, and report the mean `entropy`.
+    """Compute a loss, compare its logprobs with the logprobs of the rollout, and report the mean `entropy`.
 
     Args:
         view: The view that `loss` needs, with columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and

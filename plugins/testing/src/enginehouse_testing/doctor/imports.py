@@ -112,7 +112,8 @@ def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Itera
 
 
 def _brought_by(plugin: Plugin) -> set[str]:
-    """Return the distributions that come with a plugin's distribution, its extras and its records' requirements."""
+    """Return the distributions that are installed together with a plugin: by its distribution, its extras, and the
+    requirements of its records."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     named = [text for record in plugin.records for text in getattr(record, "requires", ())]

@@ -62,7 +62,7 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
 
     Args:
         candidate: the plugin.
-        python: interpreter of another Python environment; None: this one.
+        python: interpreter of another Python environment; None: this environment.
         env: environment variables for that interpreter.
 
     Returns:

@@ -35,7 +35,7 @@ class Combination:
     """A training backend, a rollout backend and a weight transport, by name.
 
     Attributes:
-        model: label of the model in the run; empty: the tiny one in float32.
+        model: label of the model in the run; empty: the tiny model in float32.
     """
 
     train: str

@@ -60,7 +60,8 @@ class MatrixMaker:
     model: ModelUnderTest = TINY
 
     def certify(self, chosen: Sequence[Combination], *, make: bool, again: bool = False) -> bool:
-        """Read the certificates of all parts. With `make`, make missing ones; with `again`, make all.
+        """Read the certificates of all parts. With `make`, make missing certificates. With `again`, make all
+        certificates anew.
 
         Returns:
             True if no certificate has a failed check, and no earlier certificate is missing now.

@@ -126,7 +126,7 @@ def _runs(rows: Sequence[MatrixRow]) -> list[str]:
 
 
 def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List runs and certificates of other models than the tiny ones in float32, with tables for each model."""
+    """List runs and certificates of all models except the tiny models in float32, with tables for each model."""
     models = list(dict.fromkeys([*(row.model for row in rows), *(summary["model"] for summary in certificates)]))
     if not models:
         return []

@@ -47,7 +47,7 @@ class MatrixRow:
     """One combination.
 
     Attributes:
-        model: label of the model; empty: the tiny one in float32.
+        model: label of the model; empty: the tiny model in float32.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
         reason: the reason why it failed or did not run; else empty.
         figures: figures of a run that ended, even if they exceed the tolerance.

@@ -1,6 +1,7 @@
 """The task of every matrix run: a tiny model with random weights, or the user's model, gets rewards for digits.
 
-Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
+Rewards differ between samples from the first step on, so each step changes the weights and each update brings new
+weights.
 """
 
 from __future__ import annotations

@@ -250,7 +250,8 @@ class RewardModelPart(AuxiliaryPart[Config]):
 
 
 class EvalRewardModelPart(RewardModelPart):
-    """The reward model of an evaluation. It has its own processes, because an evaluation has no actor."""
+    """The reward model of an evaluation. It has its own processes, because an evaluation has no actor whose processes
+    it could share."""
 
     @property
     def section(self) -> AuxiliaryModelConfig:

@@ -171,7 +171,7 @@ def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) 
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how often the run uses each source; `drawn` as for `describe_rows`."""
+    """Describe how often the run uses each source. `drawn` has the same meaning as in `describe_rows`."""
     if len(sources) == 1:
         return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)

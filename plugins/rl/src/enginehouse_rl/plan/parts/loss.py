@@ -24,7 +24,8 @@ class LossPart(Part[Config]):
     """The losses of actor and critic.
 
     Attributes:
-        call: the actor's loss, with the arguments that come from other sections, except those of the KL term.
+        call: the actor's loss with its arguments, including arguments from other sections of the config, but without
+            the arguments of the KL term.
         critic: the critic's loss; None without a critic.
         old_logprobs: the role whose logprobs are the denominator of the policy ratio.
         why_actor: the reason for using the actor's logprobs; empty if the config chooses them.

@@ -60,7 +60,7 @@ class ProcessesPart(Part[C]):
         self._check_cores()
 
     def check_inline(self) -> None:
-        """Check that an inline run needs no processes besides the actor's."""
+        """Check that an inline run needs no processes besides the processes of the actor."""
         config, separate = self.config, own_processes(self.run.roles)
         for name, section in list_auxiliaries(config).items():
             if name in separate and config.cluster.launcher == "inline":

@@ -30,7 +30,7 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 @FIRST.act(since="1.1")
 async def _overtaking(replica: ReplicaTrial) -> str:
-    """A short request that came later is answered while a long one still runs, because requests are batched
+    """A short request that came later is answered while a long request still runs, because requests are batched
     continuously."""
     for _ in range(ATTEMPTS):
         running = await replica.start_request(PROMPT, max_tokens=LONG, **GREEDY)
