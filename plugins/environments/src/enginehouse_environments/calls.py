@@ -1,6 +1,6 @@
 """Reads tool calls from the text of an answer, in the format that the model's chat template writes.
 
-To find the format, the template renders a call. Only the right format reads it back.
+To find the format, the template renders a known call. Only the right format reads the same call from that text.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _read_json(text: str, begin: int) -> tuple[Any, int]:
     """Return the JSON value at a position in a text, and the position where it ends.
 
     Raises:
-        ValueError: there is none; the message is for the policy.
+        ValueError: there is no JSON value at the position; the policy gets the message.
     """
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
@@ -275,7 +275,7 @@ def _read_function(value: Any) -> Function:
     """Return the name and the arguments of a call.
 
     Raises:
-        ValueError: it lacks them; the message is for the policy.
+        ValueError: the value has no name or no arguments; the policy gets the message.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError('it must be an object with "name" and "arguments"')

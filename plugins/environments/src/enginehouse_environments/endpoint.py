@@ -249,7 +249,7 @@ async def _read_body(request: Request) -> Any:
 async def _answer_while_connected(
     request: Request, recording: Recording, policy_request: PolicyRequest
 ) -> Sequence[RecordedAnswer]:
-    """Return the answers. Cancel them if the client disconnects."""
+    """Return the answers. Cancel their generation if the client disconnects."""
     answering = asyncio.create_task(recording.answer(policy_request))
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:

@@ -29,7 +29,7 @@ BUILT_IN = {
 
 
 class ToolError(Exception):
-    """A call failed; the message is for the policy."""
+    """A call failed; the policy gets the message."""
 
 
 class Tool:

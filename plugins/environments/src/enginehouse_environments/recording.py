@@ -1,7 +1,7 @@
 """Records the requests of an agent as training rows with the tokens that the policy generated.
 
 An agent sends the whole conversation with each request. The conversation may begin like the conversation of an earlier
-request, up to an answer that the agent got. Its row then keeps the earlier tokens, and only the new messages are
+request, up to an answer that the agent got. The tokens of the beginning are then kept, and only the new messages are
 rendered. So an episode is a tree of rows. A conversation that continues stays one row. Two requests after the same
 answer share the beginning of their rows. If an agent edits the history, a new row begins after the last unchanged
 answer.

@@ -38,7 +38,7 @@ OF_THE_RUN = (
 COUNTED = re.compile(
     r"rollout/(restarts|retries)|feed/(refused|dropped|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
-"""Metrics that count the events of a step. Their sums are served."""
+"""Metrics that count the events of a step. The tracker serves their sums over the steps."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that stand for all interfaces of a machine, so that no other machine can use them as a target."""
 

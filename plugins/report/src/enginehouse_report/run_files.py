@@ -136,7 +136,7 @@ def check_run(path: Path) -> None:
     """Check that a path is a run directory.
 
     Raises:
-        UserError: it is not; the message names the nearest runs.
+        UserError: the path is no run directory; the message names the nearest runs.
     """
     if not is_run(path):
         what = f"no {RUN_MARKER} is in it" if path.is_dir() else "there is no such directory"

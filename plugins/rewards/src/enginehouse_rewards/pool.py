@@ -35,8 +35,8 @@ class RewardPool:
     """Scores rows with one function in `processes` processes.
 
     Args:
-        function: `"module:function"`. It gets the row's values that it takes, by name, and `arguments`; docs/rewards.md
-            describes what it may return.
+        function: `"module:function"`. The function gets, by name, those values of the row that it has parameters for,
+            and `arguments`. docs/rewards.md describes what it may return.
         arguments: further keyword arguments of every call.
         name: name of the reward in messages, if it is one of several.
         processes: number of processes.

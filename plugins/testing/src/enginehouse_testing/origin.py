@@ -88,7 +88,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def required_plugins(record: Record) -> list[str]:
-    """Return the distributions of the other plugins that a record's plugin requires. Nothing of them is imported."""
+    """Return the distributions of the other plugins that a record's plugin requires. None of their code is imported."""
     return [plugin.distribution for plugin in _requirements(_owner(record, _modules(record)))]
 
 

@@ -69,7 +69,7 @@ def rollout_model(name: str) -> str:
 
 @functools.cache
 def texts_as_ids(path: str) -> list[tuple[list[int], list[list[int]]]]:
-    """Return the first tokens of `TEXTS` by a model's own tokenizer: each prompt with its responses."""
+    """Tokenize `TEXTS` with a model's tokenizer, and return the first tokens of each prompt and of its responses."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path)

@@ -66,7 +66,7 @@ class ReplicaTrial:
     Attributes:
         models: directories of the tiny models, by name.
         model: name or directory of the model with which this replica was launched.
-        directory: empty when the act begins, removed after it.
+        directory: folder that is empty when the act begins, and is removed after the act.
         endpoint: result of the launch.
         serving: name of the model whose weights the engine serves.
         version: newest weight version that the engine was sent.

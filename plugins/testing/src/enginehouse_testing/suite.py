@@ -232,7 +232,7 @@ class TrackerSuite(Suite):
             tracker = "mine"
 
     If the metrics can be read back, write `read`: the suite then checks that none is missing once the tracker has
-    finished. Without `read` it only sees that nothing raises or hangs.
+    finished. Without `read`, it only checks that no call raises an error or hangs.
 
     Class attributes:
         tracker: a registered name, `"module:Class"`, or a record that need not be registered.

@@ -65,7 +65,7 @@ def choose_engines(machine: Machine) -> Engines:
     """Choose from the installed engines. On GPUs, choose a training engine that shards and a rollout engine that
     serves.
 
-    Both must be able to release their memory to each other.
+    Each engine must be able to release its memory for the other.
     """
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
     from enginehouse.plugin.capabilities import OFFLOAD, SLEEP

@@ -1,5 +1,5 @@
-"""On-policy distillation credits a token with how much more likely a teacher finds it than the policy that generated
-it.
+"""On-policy distillation credits a token with its logprob under a teacher, minus its logprob under the policy that
+generated it.
 
 Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines); Agarwal et al. 2024 (GKD) with reverse KL on the
 student's own samples. A_t = log p_teacher(t) - log p(t) is minus the k1 estimate of KL(policy, teacher) at each token,

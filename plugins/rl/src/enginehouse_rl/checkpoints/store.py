@@ -44,8 +44,8 @@ class CheckpointStore:
         """Delete the remains of interrupted writes. No process may write checkpoints meanwhile.
 
         A complete checkpoint whose deletion was interrupted is deleted too, and never restored. The reason is that a
-        resumed run may have cut its metrics at an earlier step. If the checkpoint were restored, the metrics from there
-        to its step would be missing.
+        resumed run may have truncated its metrics at an earlier step. If the checkpoint were restored, the metrics
+        between that step and the step of the checkpoint would be missing.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)

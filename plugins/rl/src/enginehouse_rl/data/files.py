@@ -209,7 +209,7 @@ class JsonTable:
 
 
 class ParquetTable:
-    """A Parquet file: needed columns as Python objects, the others in Arrow. It has the arguments of `JsonTable`."""
+    """A Parquet file: needed columns as Python objects, the others in Arrow. Takes the arguments of `JsonTable`."""
 
     def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
         from pyarrow import parquet

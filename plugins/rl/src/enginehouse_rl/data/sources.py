@@ -1,6 +1,6 @@
 """Finds the sources of a run's rows, with their weights, and ranks rows by a column.
 
-It imports neither torch nor numpy, because `plan` uses it.
+This module imports neither torch nor numpy, because `plan` uses it.
 """
 
 from __future__ import annotations

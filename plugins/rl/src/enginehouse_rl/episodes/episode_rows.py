@@ -1,4 +1,5 @@
-"""Joins the rows of each episode for functions that work on episodes, and distributes their results to the rows.
+"""Joins the rows of each episode for functions that work on episodes, and distributes the results of these functions to
+the rows.
 
 The rows of an episode are adjacent, and its last row holds the values of the episode (`scored_group.build_batch`).
 Therefore, joining rows copies no values of a ragged column: only its offsets change. An advantage function gets one row

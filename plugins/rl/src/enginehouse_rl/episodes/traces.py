@@ -82,7 +82,7 @@ class EpisodeActivity:
 
 class ChatTurn(NamedTuple):
     """A request of an episode: its start and end (`time.monotonic()`), the number of tokens that it generated, and the
-    newest weight version that generated any of them."""
+    newest weight version that generated any of these tokens."""
 
     begun: float
     ended: float

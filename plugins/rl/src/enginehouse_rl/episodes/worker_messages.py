@@ -69,7 +69,7 @@ class WorkerReport:
         scoring: Numbers of the jobs whose episodes are generated and are being scored.
         ended: For each job that ended: its number, the rewards of its episodes, and True if the run trains on them. The
             rows of the jobs that the run trains on come separately, in the same order.
-        notes: Columns of these rows that contain Python objects. Texts are not among them.
+        notes: Those columns of the rows in `ended` that contain Python objects. Columns of texts are not included.
         failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
         last_errors: Description of the latest failure, by kind of task.
         warnings: Logged warnings with their levels. The controller logs them, because nobody reads a worker's log.

@@ -89,7 +89,7 @@ class Validation:
 
     @classmethod
     def load(cls, config: Config, read: Callable[[str], PromptDataset]) -> Validation | None:
-        """Read a config's files of held-out prompts with `read`. Returns None if it has none.
+        """Read a config's files of held-out prompts with `read`. Returns None if the config names no such files.
 
         Raises:
             DataError: A row lacks the column `evaluation.by`, or the column has too many values.

@@ -65,7 +65,7 @@ def fetch(
     Args:
         key: the config key or option that has the name, for messages.
         files: patterns of the files to fetch.
-        others: patterns of files among them that are not fetched.
+        others: patterns of files that are not fetched, even if they match `files`.
         unreached: reason not to ask the hub; empty: ask it.
 
     Raises:

@@ -31,7 +31,8 @@ class WeightPublisher:
 
     @property
     def _pause(self) -> PauseMode:
-        """Treatment of running requests: `"keep"` if there may be any and the engine can keep them, else `"wait"`."""
+        """Treatment of running requests: `"keep"` if requests may be running and the engine can keep them, else
+        `"wait"`."""
         backend = self._run.roles.plans["rollout"].backend
         keeps = PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
         return "keep" if self._overlaps and keeps else "wait"

@@ -1,7 +1,7 @@
 """SAPO: a gate instead of a clip range. The further the ratio is from 1, the less of the gradient passes the gate.
 
 Source: Gao et al. 2025, "Soft Adaptive Policy Optimization": -A * sigmoid(tau * (ratio - 1)) * 4 / tau, with one tau
-for tokens of positive advantage and a larger one for the others. At ratio 1 its gradient is the policy gradient.
+for tokens of positive advantage and a larger tau for other tokens. At ratio 1 its gradient is the policy gradient.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def check_reward_columns(
 
     Args:
         function: the reward; None: only names are checked.
-        key: the key of its section of the config.
+        key: the key of the reward's section in the config.
         gets: the names of the arguments that the run passes to every reward.
 
     Raises:

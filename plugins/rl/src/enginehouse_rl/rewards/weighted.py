@@ -142,7 +142,8 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
 
 
 def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
-    """Make the pool in which lm-eval scores. A response that it cannot score counts as 0 and as a failure."""
+    """Make the pool in which lm-eval scores. A response that lm-eval cannot score gets the reward 0, and counts as a
+    failure."""
     section = plan.config.reward
     return RewardPool(
         "enginehouse_rl.benchmarks.scoring:score",

@@ -127,9 +127,9 @@ def planned(
 ) -> Planned:
     """Put a combination into the shared `config`, with run directory `directory`, and check it.
 
-    Each backend has a layout of the conformance suite. Training has the first declared layout with `setting.processes`
-    processes, or with the next smaller number; the rollout has its first layout for one process. Actor and rollout
-    share processes if the transport works only within a process.
+    Each backend gets a layout that the conformance suite checks. The training backend gets its first declared layout
+    with `setting.processes` processes, or with the next smaller number. The rollout backend gets its first layout for
+    one process. Actor and rollout share processes if the transport works only within a process.
 
     Raises:
         UserError: the combination is not possible; the message has the reason.

@@ -46,7 +46,8 @@ class AuxiliaryPart(Part[C]):
         return self.run.roles.get(self.name)
 
     def read(self) -> None:
-        """Read the role's model, unless it is the actor's model, and check that it uses the actor's tokens."""
+        """Read the model of the role, and check that it uses the same tokens as the actor's model. Do nothing if the
+        role uses the actor's model."""
         run, path = self.run, self.section.path
         run.models[self.name] = {}
         if not path:
@@ -58,8 +59,8 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check by its `config.json` that a model meets the requirements of the role. Not called if the role uses the
-        actor's model."""
+        """Check, by the `config.json` of a model, that the model meets the requirements of the role. Not called if the
+        role uses the actor's model."""
 
     def place(self, optimizer_steps: int) -> None:
         """Add the role with its engine and processes, and let the engine check the model.

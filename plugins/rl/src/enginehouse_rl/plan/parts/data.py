@@ -36,7 +36,7 @@ class DataPart(Part[C]):
         raise NotImplementedError
 
     def find_longest(self) -> tuple[int, str]:
-        """Return the number of tokens of the longest row, and a description if some of them are generated."""
+        """Return the number of tokens of the longest row, and a description if some of these tokens are generated."""
         return self.limit.tokens, ""
 
     def find_longest_answered(self) -> int:

@@ -28,7 +28,7 @@ class LossPart(Part[Config]):
             the arguments of the KL term.
         critic: the critic's loss; None without a critic.
         old_logprobs: the role whose logprobs are the denominator of the policy ratio.
-        why_actor: the reason for using the actor's logprobs; empty if the config chooses them.
+        why_actor: the reason for using the actor's logprobs; empty if the config chooses the actor.
     """
 
     call: FunctionCall
@@ -122,7 +122,8 @@ class LossPart(Part[Config]):
         return arguments
 
     def _check_kl(self) -> None:
-        """Check that the KL term has an effect, and that the config sets none of its arguments on the loss itself."""
+        """Check that the KL term has an effect, and that the arguments of the loss in the config include no argument of
+        the KL term."""
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(
