@@ -95,8 +95,8 @@ class ScoringBatch:
         """Submit rows, from any thread.
 
         Returns:
-            A future of their scores, in order. It raises like `RewardPool.score`. If it is cancelled, rows that no
-            process has received yet are not scored.
+            A future of their scores, in order. The future raises the same errors as `RewardPool.score`. If the future
+            is cancelled, rows that no process has received yet are not scored.
         """
         return self.submit_all([rows])[0]
 

@@ -23,7 +23,8 @@ from enginehouse.weights.transports.ends import address_of
 from enginehouse_testing.link import Link, Weights, announced, receive
 
 START_SECONDS = 120.0
-"""Longest time the other process may take to start, because it imports torch on a machine that may be busy."""
+"""Time limit for starting the other process. It is long, because the process imports torch, perhaps on a busy
+machine."""
 
 SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
 """Paths that processes of one host share."""

@@ -106,7 +106,8 @@ class Feed:
             return 0
 
     def take(self) -> list[ScoredGroup]:
-        """Return the step's groups in the order of their tasks, once they are scored. Raises like `draw`."""
+        """Return the step's groups in the order of their tasks, once they are scored. Raises the same errors as
+        `draw`."""
         while not isinstance(message := self._messages.get(), list):
             if isinstance(message, BaseException):
                 raise message
@@ -121,11 +122,8 @@ class Feed:
         return self._loop.call(lambda: self._tasks.state(self._schedule.open_groups))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups in progress, and two kinds of counts since the last call.
-
-        These are the groups that were not trained on, and the episodes that failed (`EpisodeRunner.metrics`), each by
-        reason.
-        """
+        """Return the number of groups in progress. Return also, since the last call and by reason, the number of groups
+        that were not trained on, and the number of episodes that failed (`EpisodeRunner.metrics`)."""
         return self._loop.call(self._take_metrics)
 
     def close(self) -> None:

@@ -124,10 +124,11 @@ def finish_loss(
             the rollout's logprobs.
         importance_level: compute a weight for each `token`, or one weight for all tokens of a `sequence`.
         importance_mode: a weight above the cap is lowered to the cap (`truncate`), or set to 0 (`mask`).
-        aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
         max_tokens: divisor of `sequence_mean_token_sum_scaled`; if unset, a run uses `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
-        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `losses.kl`.
+        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio. `losses.kl` compares the
+            estimators.
         entropy_coefficient: weight of the entropy bonus.
     """
     extra: dict[str, torch.Tensor] = {}

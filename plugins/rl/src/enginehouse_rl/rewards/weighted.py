@@ -39,7 +39,8 @@ class WeightedRewards:
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
-        """Return a function that scores rows as requests arrive on one event loop. For `rows`, see `Scorer`."""
+        """Return a function that scores rows as requests arrive on one event loop. `rows` has the same meaning as in
+        `Scorer`."""
         scorers = [Scorer(pool, rows) for pool in self._pools]
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
@@ -60,7 +61,7 @@ class WeightedRewards:
         return score
 
     def make_benchmark_scorer(self, rows: int) -> Scoring:
-        """Return a function that scores responses to a benchmark. For `rows`, see `Scorer`."""
+        """Return a function that scores responses to a benchmark. `rows` has the same meaning as in `Scorer`."""
         assert self._benchmarks is not None  # the plan has a benchmark
         return Scorer(self._benchmarks, rows)
 

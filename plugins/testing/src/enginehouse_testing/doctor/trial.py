@@ -21,10 +21,10 @@ from enginehouse.plugin import guard
 from enginehouse.plugin.loaded import Plugin
 
 LONGEST_SECONDS = 3600.0
-"""Longest time an examination may take if the clock of the other process fails."""
+"""Time limit for an examination, for the case that the time limits inside the other process fail."""
 
 RECORD_SECONDS = 300.0
-"""Longest time the examination of a record may take, because importing an engine takes a while."""
+"""Time limit for examining a record. It is long, because importing an engine takes a while."""
 
 _PROGRAM = """
 import faulthandler, json, sys

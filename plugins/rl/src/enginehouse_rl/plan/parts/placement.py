@@ -25,8 +25,8 @@ class ProcessesPart(Part[C]):
     """The processes of all roles, and the devices that they need.
 
     Attributes:
-        not_shared: if there are too few GPUs, the reason why the rollout does not share the actor's GPUs, or the
-            setting with which it would share them; otherwise empty.
+        not_shared: the reason why the rollout does not share the actor's GPUs, or the setting with which it would share
+            them. Empty if there are enough GPUs.
     """
 
     not_shared = ""

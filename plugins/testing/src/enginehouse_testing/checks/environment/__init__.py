@@ -15,7 +15,7 @@ from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 
 BLOCKED_SECONDS = 0.25
-"""Longest time an environment may block the event loop, in the best of `TRIES` plays."""
+"""Longest time in seconds for which an environment may block the event loop, in the best of `TRIES` plays."""
 TRIES = 3
 TURNS_APART = 100
 """Number of turns of the event loop between the ends of two requests."""
