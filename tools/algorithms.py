@@ -108,9 +108,10 @@ def _losses() -> Iterator[str]:
     for argument in shared:
         yield _row(f"`{argument.name}`", argument.type, argument.description)
     yield (
-        f"\nThe KL term's estimators are {_names(get_args(KLEstimator))}: in the reward `k1`, in the loss the others, "
-        "by default `k3`.\n`k3_unbiased` is DeepSeek-V3.2's: `k3` times the ratio, with its gradient. Log ratios are "
-        "cut at 20 nats where they are raised to e."
+        f"\nThe estimators of the KL term are {_names(get_args(KLEstimator))}. In the reward, the KL term must use "
+        "`k1`.\nIn the loss, it must use one of the others; the default is `k3`. `k3_unbiased` is from DeepSeek-V3.2: "
+        "it multiplies\n`k3` by the policy ratio, which contributes to the gradient. Log ratios are capped at 20 nats "
+        "before exponentiation."
     )
 
 

@@ -1,7 +1,7 @@
 """Runs any agent that uses a model through an OpenAI URL, unchanged, and records its requests.
 
-The agent gets a URL and a key. It may send any number of requests in any number of conversations. It returns its
-answer, which the configured reward scores, or a reward.
+The agent gets a URL and a key. It may send any number of requests in any number of conversations. It returns an answer
+or a reward. The configured reward scores an answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class OpenAIAgent:
         arguments: keyword arguments of the function.
         max_calls: maximum number of requests of an episode.
         max_tokens: maximum number of tokens that an episode may generate. Unset: any number.
-        max_row_tokens: maximum number of tokens of one conversation. Unset: as many as the models read.
+        max_row_tokens: maximum number of tokens of one conversation. Unset: the context length of the models.
         ignored: parameters of requests that are ignored, such as `temperature`.
         format: format in which the model writes tool calls. `auto`: as in its chat template; otherwise the name of a
             format.
@@ -137,7 +137,7 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 class RecordedAgents:
     """Lets agents play tasks, through an endpoint that the running loop serves from the first task on.
 
-    Arguments are those of `OpenAIAgent`.
+    `ignored`, `format` and `template` have the same meaning as in `OpenAIAgent`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RecordedAgents:
         return await context.each(play)
 
     def _warn(self, requested: float | None, configured: float) -> None:
-        """Warn once that tokens requested at another temperature than the run's are not trained on.
+        """Warn once if the agent requests another temperature than the run has, because such tokens are not trained on.
 
         There is no warning in a validation that samples greedily.
         """
@@ -205,7 +205,7 @@ class RecordedAgents:
 
 
 async def _make_episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
-    """Return the episode of an agent, scored by its returned value."""
+    """Return the episode of an agent. The value that the agent returned determines the score."""
     answers = [answer for answer in recording.answers if answer.trained]
     if not answers:
         did = f"returned {str(returned)[:60]!r} without a request to the policy at its base_url"

@@ -1,6 +1,7 @@
 """An example agent that needs only the package `openai`.
 
-It sends a question and a calculator tool to the model, runs the calls of the answer, and repeats until there are none.
+It sends a question and a calculator tool to the model, runs the calls of the answer, and repeats this until an answer
+has no calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ async def calculate(task: AgentTask, most_calls: int = 2) -> str:
     """Answer a question with a calculator.
 
     Args:
-        task: the question, and the address of the model.
+        task: the question, and the endpoint through which the agent uses the model.
         most_calls: maximum number of requests to the model.
     """
     client = _make_client(task.base_url).with_options(api_key=task.api_key)
@@ -50,7 +51,7 @@ def _call(arguments: str) -> str:
 
 @lru_cache(maxsize=1)
 def _make_client(base_url: str) -> AsyncOpenAI:
-    """Return one client for all episodes, so that it reuses connections and reads certificates only once."""
+    """Return the client that all episodes share, so that connections are reused and certificates are read only once."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=base_url, api_key="given by each task")

@@ -1,6 +1,6 @@
 """Reads tool calls from the text of an answer, in the format that the model's chat template writes.
 
-To find the format, the template renders a call. Only the right format reads it back.
+To find the format, the template renders a known call. Only the right format reads the same call from that text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
 
     Args:
         template: the model's template with its tools.
-        name: one of `FORMATS`; `"auto"`: the format of the template, or the one in the tokenizer's `response_template`.
+        name: one of `FORMATS`; `"auto"`: the format of the template, or the format that the tokenizer's
+            `response_template` declares.
 
     Raises:
         UserError: there is no such format, or the template writes calls in no known format.
@@ -143,7 +144,7 @@ def _read_declared(template: ChatTemplate, text: str) -> tuple[str, list[Functio
 
 
 def _read_hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Read calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     end = 0
     while (begin := text.find("<tool_call>", end)) >= 0:
         function, end = _read_enclosed(text, begin + len("<tool_call>"), "</tool_call>")
@@ -151,7 +152,8 @@ def _read_hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`; `;` separates calls."""
+    """Read calls of the form `{"name": ..., "parameters": {...}}`, separated by `;`. They are the whole answer, or they
+    follow `<|python_tag|>`."""
     tag = "<|python_tag|>"
     begin = text.find(tag)
     has_tag = begin >= 0
@@ -171,7 +173,8 @@ def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`, any number of times."""
+    """Read any number of calls of the form `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or
+    `[TOOL_CALLS]name[ARGS]{...}`."""
     mark = "[TOOL_CALLS]"
     end = 0
     while (begin := text.find(mark, end)) >= 0:
@@ -188,7 +191,8 @@ def _read_mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 def _read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, each tag on its own line."""
+    """Read calls of the form `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, with
+    each tag on a separate line."""
     begins = re.compile(r"<tool_call>|<function=")
     end = 0
     while begins.search(text, end):
@@ -244,7 +248,7 @@ def _read_json(text: str, begin: int) -> tuple[Any, int]:
     """Return the JSON value at a position in a text, and the position where it ends.
 
     Raises:
-        ValueError: there is none; the message is for the policy.
+        ValueError: there is no JSON value at the position; the policy gets the message.
     """
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
@@ -271,7 +275,7 @@ def _read_function(value: Any) -> Function:
     """Return the name and the arguments of a call.
 
     Raises:
-        ValueError: it lacks them; the message is for the policy.
+        ValueError: the value has no name or no arguments; the policy gets the message.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError('it must be an object with "name" and "arguments"')

@@ -88,7 +88,8 @@ class ChatTemplate:
         return self._encode(text.removeprefix(self.decode([self.end])))  # it begins a longer token
 
     def text(self, answer: Sequence[int], stopped: bool = False) -> str:
-        """Return an answer's text with its special tokens, except the closing one; `stopped` as in `continuation`."""
+        """Return an answer's text with its special tokens, except the token that closes the answer. `stopped` has the
+        same meaning as in `continuation`."""
         tokens = list(map(int, answer))
         return self.decode(tokens[:-1] if self._is_closed(tokens, stopped) else tokens)
 
@@ -119,10 +120,10 @@ class ChatTemplate:
         return len(tokens) > 0 and int(tokens[-1]) in closing
 
     def _render_continuation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text after an answer. Before a tool's result, the answer contains calls, if possible.
+        """Return the text that follows an answer. If tool results follow, the template renders an answer with calls.
 
-        Some templates otherwise reject a tool's message or write it differently, and some accept only one call. The
-        text that closes the answer is rendered without calls.
+        Without calls, some templates reject a tool's result or write it differently. If the template rejects one call
+        for each result, it gets a single call, or else none. The text that closes the answer is rendered without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for answered in filter(None, (results, results[:1])):
@@ -210,7 +211,8 @@ class Dialogue:
         return completion
 
     def episode(self, score: Score, finish: str = "stop", earlier: Sequence[Segment] = ()) -> Episode:
-        """Return the episode so far, with the whole dialogue as texts; arguments as in `Episode`."""
+        """Return the episode so far, with prompt and response texts of the whole dialogue. The arguments become fields
+        of the `Episode`."""
         tokens, begin = self.transcript.tokens, self._given
         prompt, response = (self.template.decode(part) for part in (tokens[:begin], tokens[begin:]))
         return self.transcript.episode(score, prompt, response, finish, earlier)

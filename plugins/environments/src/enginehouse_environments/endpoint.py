@@ -40,9 +40,9 @@ BODY_BYTES = 2**25
 """Maximum length of a request's body, in bytes."""
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
-"""Maximum number of waiting and of open connections. At most half of the files that the process may open are
-connections. The server accepts at most a sixteenth of that maximum at once, because it closes an excess connection only
-some turns of the event loop later."""
+"""Maximum number of connections that wait to be accepted, and maximum number of open connections. At most half of the
+files that the process may open are connections. At most a sixteenth of that maximum is accepted at once, because the
+server closes an excess connection only some turns of the event loop later."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
@@ -196,7 +196,8 @@ class AgentEndpoint:
     async def _stream(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield finished answers as server-sent events, because no part of an answer is final before its end."""
+        """Yield finished answers as server-sent events. Unfinished answers are not sent, because any part of them may
+        still change."""
 
         def event(number: int, delta: Mapping[str, Any], **fields: Any) -> str:
             choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
@@ -248,7 +249,7 @@ async def _read_body(request: Request) -> Any:
 async def _answer_while_connected(
     request: Request, recording: Recording, policy_request: PolicyRequest
 ) -> Sequence[RecordedAnswer]:
-    """Return the answers. Cancel them if the client disconnects."""
+    """Return the answers. Cancel their generation if the client disconnects."""
     answering = asyncio.create_task(recording.answer(policy_request))
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:

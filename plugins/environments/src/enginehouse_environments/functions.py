@@ -1,4 +1,4 @@
-"""Makes tools from typed functions: a schema from signature and docstring, and checked calls."""
+"""Makes tools from typed functions. Signature and docstring give the schema, and the arguments of calls are checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUILT_IN = {
 
 
 class ToolError(Exception):
-    """A call failed; the message is for the policy."""
+    """A call failed; the policy gets the message."""
 
 
 class Tool:
@@ -43,7 +43,7 @@ class Tool:
         schema: schema in the form of OpenAI's `tools`.
 
     Raises:
-        ConfigError: it lacks types or a docstring, or a schema cannot express its types.
+        ConfigError: the function lacks types or a docstring, or a schema cannot express its types.
     """
 
     def __init__(self, function: Callable[..., Any]):

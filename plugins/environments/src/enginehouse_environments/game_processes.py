@@ -61,7 +61,7 @@ class Games:
 
 
 class InProcessGames:
-    """Plays games in this process; arguments as in `Games`."""
+    """Plays games in this process. Takes the arguments of `Games`."""
 
     def __init__(self, make: Callable[[int], HeldGame]):
         self._games = Games(make)

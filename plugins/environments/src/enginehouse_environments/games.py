@@ -23,8 +23,8 @@ class GuessingGame:
     The last whole number of an answer is the guess. An answer without a number ends the game.
 
     Args:
-        turns: number of guesses.
-        later: reward of a right guess after the first one; a right first guess has the reward 1.
+        turns: maximum number of guesses.
+        later: reward of a right guess that is not the first; a right first guess has the reward 1.
     """
 
     def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):

@@ -227,7 +227,8 @@ class GymGame:
 
 
 def strip_terminal_codes(rendered: str) -> str:
-    r"""Remove terminal codes from a text, and put brackets around what they highlighted, as the walker in FrozenLake.
+    r"""Remove terminal codes from a text, and put brackets around text that they highlighted, such as the walker in
+    FrozenLake.
 
     >>> strip_terminal_codes("\n\x1b[41mS\x1b[0mFFF")
     '[S]FFF'

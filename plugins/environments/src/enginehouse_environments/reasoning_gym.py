@@ -235,7 +235,8 @@ def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None,
 
 
 def find_system_prompt(name: str | None) -> str:
-    """Return the system prompt of `reasoning_gym` with this name; several words are the prompt itself; empty for None.
+    """Return the system prompt of `reasoning_gym` with this name. A name of several words is itself the prompt. For
+    None, the prompt is empty.
 
     Raises:
         ConfigError: there is no such system prompt.

@@ -1,9 +1,10 @@
 """Records the requests of an agent as training rows with the tokens that the policy generated.
 
-An agent sends the whole conversation with each request. If the conversation begins like an earlier one up to an answer
-that the agent got, its row keeps the earlier tokens, and only the new messages are rendered. So an episode is a tree of
-rows. A conversation that continues stays one row. Two requests after the same answer share the beginning of their rows.
-If an agent edits the history, a new row begins after the last unchanged answer.
+An agent sends the whole conversation with each request. The conversation may begin like the conversation of an earlier
+request, up to an answer that the agent got. The tokens of the beginning are then kept, and only the new messages are
+rendered. So an episode is a tree of rows. A conversation that continues stays one row. Two requests after the same
+answer share the beginning of their rows. If an agent edits the history, a new row begins after the last unchanged
+answer.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class PolicyRequest:
     parses: bool = True  # tool calls are parsed from the answer's text
     parallel: bool = True  # an answer may have several calls; else its message has only the first
     n: int = 1  # number of answers
-    max_tokens: int | None = None  # maximum of each answer; None: that of the run
-    stop: Sequence[str] = ()  # texts that end an answer, in addition to those of the run
+    max_tokens: int | None = None  # maximum length in tokens of each answer; None: the maximum of the run
+    stop: Sequence[str] = ()  # texts that end an answer, in addition to the stop strings of the run
     changed: Mapping[str, Any] = field(default_factory=dict)  # other fields of `SamplingParams` that the request sets
     trained: bool = True  # False: its answers are not trained on
 
@@ -194,7 +195,8 @@ class Recording:
         return [answer for slot in self._slots for answer in slot]
 
     def episode(self, score: Score, finish: str) -> Episode:
-        """Return the rows as one episode, with counts among its metrics. At least one answer must be trained on."""
+        """Return the rows as one episode. Its metrics include the number of requests, of rows, and of requests with an
+        edited history. At least one answer must be trained on."""
         *earlier, (last, first, begins) = rows = self._make_rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
@@ -310,7 +312,8 @@ class Recording:
     def _choose_sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
         """Return the sampling parameters of answers after `tokens` tokens.
 
-        The maximum length of the answers counts as generated at once, so that concurrent requests keep the limit.
+        From now on, the maximum length of the answers counts as generated. Concurrent requests thus keep the limit of
+        the episode together.
         """
         defaults, limits = self._policy.sampling, self._limits
         most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]

@@ -1,7 +1,7 @@
 """Games of textarena for one player, as a gymnasium environment that is registered when this module is imported.
 
-Actions and observations are texts. A seed determines only how a game begins, because games use Python's global random
-generator.
+Actions and observations are texts. A seed determines only how a game begins. Later random choices come from Python's
+global generator, which all games of a process share.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Tools:
     async def _converse(
         self, chat: Dialogue, form: CallFormat, policy: Policy, most: float, figures: dict[str, float]
     ) -> str:
-        """Generate answers until one has no calls or a limit is reached. Return the finish reason."""
+        """Generate answers until an answer has no calls or a limit is reached. Return the finish reason."""
         while (room := most - len(chat.transcript.tokens)) > 0:
             completion = await chat.answer(policy, int(min(room, policy.sampling.max_tokens)))
             figures["turns"] += 1

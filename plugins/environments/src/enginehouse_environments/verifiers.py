@@ -26,11 +26,11 @@ NO_KEY = "ENGINEHOUSE_NO_KEY"
 
 
 class Verifiers:
-    """Tasks of a taskset of `verifiers`, which its own harness plays and its own rewards score.
+    """Tasks of a taskset of `verifiers`. The taskset's own harness plays them, and its own rewards score them.
 
     Args:
         taskset: id of the taskset.
-        config: other keys of its `[env]` block, such as `{agent: {harness: {id: "null"}, runtime: {type:
+        config: other keys of the `[env]` block, such as `{agent: {harness: {id: "null"}, runtime: {type:
             subprocess}}}`.
         column: column with the index of a row's task in the taskset, from 0.
         max_calls: maximum number of requests of an episode.

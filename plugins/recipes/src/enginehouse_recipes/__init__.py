@@ -1,10 +1,10 @@
 """Ready-made configs, each for an algorithm or an environment, on a task that two CPU cores learn in a few minutes.
 
-A recipe is a YAML file in this folder. Its header names the source of its settings, the differences, and the command
-that runs it. Its paths below `runs/recipes/` name the models and data that it starts from. `sorting` creates `task/`,
-`chat` creates `chat/`, and `sums` creates `sums/`. `smollm2-135m-instruct` is the model that `real_model` stores in the
-user's cache, and the recipes of the folder `real` train it. `NAME/` is the run of another recipe. This module imports
-neither torch nor pydantic.
+A recipe is a YAML file in this folder. Its header names the source of its settings, the differences from this source,
+and the command that runs it. Its paths below `runs/recipes/` name the models and data that it starts from. `sorting`
+creates `task/`, `chat` creates `chat/`, and `sums` creates `sums/`. `smollm2-135m-instruct` is the model that
+`real_model` stores in the user's cache, and the recipes of the folder `real` train it. `NAME/` is the run of another
+recipe. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations

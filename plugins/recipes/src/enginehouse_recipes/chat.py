@@ -205,7 +205,8 @@ def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
 
 
 def _play_product(row: Mapping[str, Any], rng: random.Random) -> Messages:
-    """Return a chat with a product of mostly wrong numbers, and an answer that mostly differs from the tool's."""
+    """Return a chat with a product of mostly wrong numbers, and an answer that mostly differs from the tool's
+    result."""
     first, second = (
         _add_noise(number, PRODUCT_NOISE, rng) for number in re.findall(r"\d+", row["prompt"][0]["content"])
     )

@@ -108,7 +108,7 @@ def make_model(
         seed: seed of the weights.
         tied: use one matrix for the embedding and the head. A model can learn the task either way. Engines disagree on
             how to reload a tied head, so the quickstart's model has two matrices.
-        tokenizer: tokenizer of another task; None: this task's.
+        tokenizer: tokenizer of another task; None: the tokenizer of this task.
         positions: maximum number of tokens of a text.
     """
     import torch

@@ -59,7 +59,7 @@ def _make_pair(prompt: Row, answer: str, rng: random.Random) -> Row:
 
 
 def _make_product(first: int, second: int) -> Row:
-    """Return a chat in which the tool has computed a smaller product, and which then asks for this product."""
+    """Return a chat in which the tool has computed a smaller product. Its last message asks for `first * second`."""
     shown = 17, 23
     chat = (QUESTION.format(*shown), CALL.format(*shown), str(17 * 23), str(17 * 23), QUESTION.format(first, second))
     roles = ("user", "assistant", "tool", "assistant", "user")

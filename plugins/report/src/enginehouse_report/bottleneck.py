@@ -59,7 +59,7 @@ class Bottleneck:
 
 
 def find_bottleneck(path: Path) -> Bottleneck:
-    """Analyse a run directory.
+    """Find what takes the most time in the steps of a run, and which config keys would change that.
 
     Raises:
         UserError: the path is no run directory.
@@ -90,7 +90,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
 
 
 def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
-    """Return the mean number of seconds between two steps, by part."""
+    """Return the mean number of seconds between two steps: for validations, for checkpoints, and for the controller."""
     gaps = [
         max(after["elapsed_seconds"] - before["elapsed_seconds"] - after["time/step"], 0.0)
         for before, after in pairwise(rows)

@@ -29,7 +29,8 @@ def make_columns(rows: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> 
     Args:
         rows: rows of `metrics.jsonl`.
         most: maximum number of points. If there are more steps, they are divided into equal parts. Each part has two
-            points, at its first and last step, with its minimum and its maximum in their order.
+            points, at its first and at its last step. Their values are the part's minimum and maximum, in the order in
+            which these occur.
 
     Returns:
         `rows`: number of points. `columns`: values by name, None where a row has none. `not_finite`: by name, the

@@ -48,7 +48,7 @@ def _describe_change(rows: Rows) -> dict[str, Any] | None:
 
 
 def _describe_validations(rows: Rows) -> dict[str, Any] | None:
-    """Return the first, the best and the last validation. If the last one is worse, say how much."""
+    """Return the first, the best and the last validation. If the last validation is worse, say by how much."""
     for name in VALIDATED:
         values = [
             (row["step"], value)
@@ -74,7 +74,8 @@ def _describe_decline(rows: Rows) -> str:
 
 
 def _measure_speed(rows: Rows, resumed_after: int | None) -> dict[str, Any] | None:
-    """Return the number of steps of the run's last process, and their seconds without the start of its workers."""
+    """Return the number of steps that the run's last process took, and their duration in seconds. The time for starting
+    the workers is left out."""
     steps = [
         (row["step"], elapsed, number(row.get("time/step")))
         for row in rows

@@ -38,7 +38,7 @@ OF_THE_RUN = (
 COUNTED = re.compile(
     r"rollout/(restarts|retries)|feed/(refused|dropped|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
-"""Metrics that count the events of a step. Their sums are served."""
+"""Metrics that count the events of a step. The tracker serves their sums over the steps."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that stand for all interfaces of a machine, so that no other machine can use them as a target."""
 
@@ -135,7 +135,7 @@ class _ServedMetrics:
                     log.warning("Prometheus gets only the first %d metrics of this run", MOST_METRICS)
 
     def end(self, outcome: Outcome, seconds: float) -> None:
-        """Set the outcome. If metrics were ever fetched, wait until the last ones are fetched."""
+        """Set the outcome. If metrics were ever fetched, wait until the last metrics are fetched."""
         with self._changed:
             self._status, so_far = outcome, self._fetched
             if so_far:

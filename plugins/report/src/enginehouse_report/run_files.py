@@ -136,7 +136,7 @@ def check_run(path: Path) -> None:
     """Check that a path is a run directory.
 
     Raises:
-        UserError: it is not; the message names the nearest runs.
+        UserError: the path is no run directory; the message names the nearest runs.
     """
     if not is_run(path):
         what = f"no {RUN_MARKER} is in it" if path.is_dir() else "there is no such directory"
@@ -209,7 +209,7 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
 
 
 def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the duration so far of all processes of the run, or None if the start of the last one is unknown."""
+    """Return the duration so far of all processes of the run, or None if the start of the last process is unknown."""
     last = record.get("seconds")
     if not isinstance(last, (int, float)):
         try:

@@ -201,7 +201,7 @@ def _prompt_head(text: str) -> str:
 
 
 def whole_rows(table: SampleTable) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield whole rows of a table in the order of `rank_rows`, except those that no longer exist."""
+    """Yield whole rows of a table in the order of `rank_rows`, except rows that no longer exist."""
     for index in rank_rows(table):
         if (row := whole_row(table.places[index])) is not None:
             yield index, row

@@ -29,8 +29,8 @@ from enginehouse_rl.runs.jsonlines import encode_row
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Host names that requests may have, with any port because a tunnel has its own. Another host name belongs to a foreign
-page that redirects its own name to this machine."""
+"""Host names that requests may have, with any port, because a tunnel may have another port. Another host name belongs
+to a foreign page that redirects its own name to this machine."""
 READ_SECONDS = 1.0
 """Time limit for reading samples for one reply. The next reply continues."""
 COMPRESSED_BYTES = 4096
@@ -58,7 +58,7 @@ class LiveRun:
         """Return the data that a page does not have yet.
 
         Args:
-            cursors: `next` of the previous reply; empty for the first.
+            cursors: `next` of the previous reply; empty for the first request.
 
         Returns:
             `part` and `samples` as in a report, without the rows that the page has; `whole`: True if the page must

@@ -20,11 +20,13 @@ FIRST, LAST, SLOWEST = 2, 4, 3
 
 
 LANE = re.compile(r"(?<!^episodes) \(\d+\)$")
-"""Matches the end of a name such as `rollout (2)`, whose spans overlap those of `rollout`. They share a track."""
+"""Matches the end of a name such as `rollout (2)`, whose spans overlap the spans of `rollout`. Both names share a track
+on the page."""
 
 
 class Window(NamedTuple):
-    """A step on the timeline with the time since the previous step, in microseconds. Step 0 is the start of the run."""
+    """A step on the timeline. It begins at the end of the previous step; times are in microseconds. Step 0 is the start
+    of the run."""
 
     step: int
     begin: float

@@ -95,8 +95,8 @@ class ScoringBatch:
         """Submit rows, from any thread.
 
         Returns:
-            A future of their scores, in order. It raises like `RewardPool.score`. If it is cancelled, rows that no
-            process has received yet are not scored.
+            A future of their scores, in order. The future raises the same errors as `RewardPool.score`. If the future
+            is cancelled, rows that no process has received yet are not scored.
         """
         return self.submit_all([rows])[0]
 
@@ -156,8 +156,8 @@ class ScoringBatch:
     def verdict(self) -> Exception | None:
         """Return the error that ends the batch now, or None.
 
-        After a failure that ends the run, further rows are scored for the time limit of one row, because the advice in
-        the message depends on whether one row fails or many do.
+        After a failure that ends the run, further rows are still scored, as long as one row may take. The message then
+        knows whether one row fails or many rows do.
         """
         if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)

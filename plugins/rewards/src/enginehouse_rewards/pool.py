@@ -35,8 +35,8 @@ class RewardPool:
     """Scores rows with one function in `processes` processes.
 
     Args:
-        function: `"module:function"`. It gets the row's values that it takes, by name, and `arguments`; docs/rewards.md
-            describes what it may return.
+        function: `"module:function"`. The function gets, by name, those values of the row that it has parameters for,
+            and `arguments`. docs/rewards.md describes what it may return.
         arguments: further keyword arguments of every call.
         name: name of the reward in messages, if it is one of several.
         processes: number of processes.
@@ -44,9 +44,9 @@ class RewardPool:
         concurrency: number of rows that a process of an `async` reward scores at the same time.
         on_error: `"fail"` raises an error for a row without a score; `"zero"` scores it 0; `"leave_out"` scores it 0
             too, and the caller leaves it out.
-        max_failures: largest fraction of a batch's rows without a score. If it is exceeded, by at least
-            `LEAST_FAILURES` rows unless it is 0, the reward counts as broken, and the batch raises an error whatever
-            `on_error` says.
+        max_failures: largest fraction of a batch's rows that may have no score. If more rows have none, and they are at
+            least `LEAST_FAILURES`, the reward counts as broken: the batch raises an error whatever `on_error` says. If
+            the fraction is 0, a single row is enough.
         python_path: directories from which the function is imported.
         record: file for the first failure that does not end the run.
         may_abstain: accept None from the function, because another reward scores the row.

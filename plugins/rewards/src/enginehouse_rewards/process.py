@@ -1,8 +1,8 @@
 """A process of the reward pool, as the run sees it. Rows go in, results come out, and every wait has a limit.
 
 Each process has its own socket to the run. It can die, stop or hang without affecting another process, and the run
-knows which rows it had. Processes that it starts inherit its mark in their environment, by which they are killed with
-it.
+knows which rows it had. Programs that the process starts inherit its mark in their environment. By this mark they are
+found, and killed together with the process.
 """
 
 from __future__ import annotations

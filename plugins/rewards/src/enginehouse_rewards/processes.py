@@ -41,7 +41,7 @@ SPAN_SECONDS = 0.05
 """Cheap rows are handed to a process in portions of about this duration, so that each message carries many rows."""
 
 FAILED_STARTS = 3
-"""Number of processes that may end in a row before one is ready."""
+"""The pool gives up after this many consecutive processes have ended before they were ready."""
 
 TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
 """Consecutive timeouts per process after which the reward counts as hanging on every row. The first number applies
@@ -211,8 +211,8 @@ class RewardProcesses:
                 self._count_timeout(batch, output)
 
     def _blame(self, process: RewardProcess, failure: Failure, retry: bool = True) -> list[PendingRow]:
-        """Kill a process and find the row that is to blame. That row fails, but only if no other row can be to blame.
-        With `retry`, it is tried once more before it fails. Returns the rows that the process was scoring."""
+        """Kill a process and find the row that is to blame. A row fails only if no other row can be to blame. With
+        `retry`, the row is tried once more before it fails. Returns the rows that the process was scoring."""
         begun, numbers = process.begun, list(process.outstanding)
         rows = self._remove(process)
         if process.style == "single":  # rows that were scored but not yet reported are scored again

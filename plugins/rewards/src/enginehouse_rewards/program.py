@@ -35,7 +35,7 @@ TIMEOUT = "ENGINEHOUSE_REWARD_TIMEOUT_SECONDS"
 """Environment variable of a pool process: the time limit of a row, by which a function can set its own limits."""
 
 CLOSE_SECONDS = 2.0
-"""Time that a process has to end by itself."""
+"""Time limit within which a process may end by itself. After that, it is killed."""
 
 OUTPUT_BYTES = 4096
 """Maximum length of a row's printed output in reports; the last bytes are kept."""

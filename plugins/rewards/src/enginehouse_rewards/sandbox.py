@@ -73,14 +73,15 @@ class Sandbox:
     Args:
         seconds: time limit for all calls together, and limit of CPU time.
         memory_mb: address space, in MiB.
-        isolation: `"required"`: raises an error if the kernel lacks a restriction; `"best"`: does without it.
+        isolation: `"required"`: raises an error if the kernel lacks a restriction; `"best"`: runs the program without
+            that restriction.
         given: standard input of the program.
 
     Attributes:
         missing: restrictions that this machine lacks: `sandboxed.FILES`, `sandboxed.SYSTEM_CALLS`.
 
     Raises:
-        SandboxError: on entering.
+        SandboxError: raised on entering the context, if a program cannot be run with this isolation.
     """
 
     def __init__(self, seconds: float, memory_mb: int = 1024, isolation: Isolation = "required", given: str = ""):
@@ -116,7 +117,8 @@ class Sandbox:
         return ProgramEnd(self._verdict, self._output.decode(errors="replace"))
 
     def load(self, program: str) -> bool:
-        """Run a program whose names `evaluate` and `do` then use. Return True if it ran to its end."""
+        """Run a program, and keep the names that it defines for `evaluate` and `do`. Return True if it ran to its
+        end."""
         self._send({"program": program, "tested": True})
         return self._receive() == {"ready": True}
 

@@ -68,7 +68,8 @@ def give_up_privileges(parent: int) -> None:
 
 
 def restrict_files(directory: str) -> bool:
-    """Restrict this process to files of a flat directory and to reading `READABLE`; return False without Landlock."""
+    """Restrict this process to files in one directory, without subdirectories, and to reading `READABLE`. Return False
+    if the kernel has no Landlock."""
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False

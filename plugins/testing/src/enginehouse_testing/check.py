@@ -71,7 +71,7 @@ class Check:
         tolerance: largest error that passes; relative if the claim says so.
         acts: each act of a training engine runs on new engines; the acts share `Rank.directory`.
         judge: `judge(*seen)` gets one list for each act, with one `Seen` for each rank.
-        between: True if the second act runs in another layout than the first, with another number of processes.
+        between: True if the second act runs in another layout than the first act, with another number of processes.
         device: `"cuda"` if the check needs a GPU for each process.
         also: a second capability that the check needs, or empty.
         reads: True if the check reads back what was written. It does not run if the author gives no way to read
@@ -120,7 +120,8 @@ class RolloutCheck(Check):
     Attributes:
         model: name of the served model in `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
         breaks: True if the check leaves no usable replica behind.
-        ends: True if the process may end; the judge then gets the `WorkerError` that the controller raises.
+        ends: True if the act may end the replica's process. If it does, the judge gets the `WorkerError` that the
+            controller raises.
         fresh: True if the check runs in a process that had no engine before.
     """
 

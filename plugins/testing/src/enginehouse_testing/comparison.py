@@ -27,7 +27,10 @@ def mismatch(tensors: Tensors, right: Tensors) -> str:
 
 
 def largest_difference(tensors: Tensors, right: Tensors) -> Measured:
-    """Return the largest difference of any element, divided by the largest right value if that exceeds 1."""
+    """Return the largest difference between elements of `tensors` and `right`, the expected tensors.
+
+    The differences in a tensor are divided by its largest expected magnitude if this exceeds 1.
+    """
     if difference := mismatch(tensors, right):
         return wrong(difference)
     worst = Measured(0.0)
@@ -39,7 +42,7 @@ def largest_difference(tensors: Tensors, right: Tensors) -> Measured:
 
 
 def relative_to_norm(tensors: Tensors, right: Tensors) -> Measured:
-    """Return the norm of all differences, divided by the norm of the right result."""
+    """Return the norm of all differences, divided by the norm of `right`, the expected tensors."""
     if difference := mismatch(tensors, right):
         return wrong(difference)
     squares = {name: float((tensors[name] - tensor).double().square().sum()) for name, tensor in right.items()}

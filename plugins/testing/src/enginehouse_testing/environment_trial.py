@@ -87,7 +87,7 @@ class TrialContext:
         return [Scored(float(len(str(row.get("response", ""))))) for row in rows]
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """Play each episode. An error ends all episodes here."""
+        """Play each episode. Unlike in a run, an error in one episode ends all episodes."""
         return await asyncio.gather(
             *(play(number, self._policy.branch(f"episode-{number}")) for number in range(self.samples))
         )
@@ -125,7 +125,7 @@ class EnvironmentTrial(Trial):
         delay: Callable[[str], float] = lambda name: 1,
         error: Exception | None = None,
     ) -> Sequence[Episode]:
-        """Return the episodes of a task. `drawn` remembers the tokens that the policy generated."""
+        """Return the episodes of a task. `drawn` records the tokens that the policy generates."""
         policy: Policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error)
         if drawn is not None:
             policy = drawn.record(policy)

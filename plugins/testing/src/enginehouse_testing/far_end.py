@@ -1,4 +1,5 @@
-"""Receivers of a transport under test in another process, which may be denied all that processes of a host share."""
+"""Receivers of a transport under test, in another process. This process can be kept from everything that processes of
+one host share."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from enginehouse.weights.transports.ends import address_of
 from enginehouse_testing.link import Link, Weights, announced, receive
 
 START_SECONDS = 120.0
-"""Longest time the other process may take to start, because it imports torch on a machine that may be busy."""
+"""Time limit for starting the other process. It is long, because the process imports torch, perhaps on a busy
+machine."""
 
 SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
 """Paths that processes of one host share."""

@@ -63,7 +63,8 @@ class Link:
 
     @property
     def unhurried(self) -> float:
-        """A long deadline for calls that must fail at once, so that a missed deadline does not count as the failure."""
+        """A long deadline for calls that must fail at once, so that a missed deadline is not taken for the expected
+        failure."""
         return self.seconds * 10
 
     @property

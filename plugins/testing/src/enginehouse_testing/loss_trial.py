@@ -78,7 +78,8 @@ class LossTrial(Trial):
         return samples(self.given.columns)
 
     def view(self, batch: Batch, device: str = "cpu") -> TokenView:
-        """Return the view of a micro-batch with its own memory. Its outputs are leaves that collect a gradient."""
+        """Return the view of a copy of a micro-batch. The outputs of the view are leaf tensors that collect a
+        gradient."""
         offsets = batch.ragged("input_ids").offsets
         outputs = {name: batch.ragged(now(name)).values.clone().to(device).requires_grad_() for name in OUTPUTS}
         columns = ViewColumns()

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 
 LAYERS_WITHOUT_INSTRUCTIONS = 4
-"""Layers of a model to keep in bfloat16 on a CPU without bfloat16 instructions, which is 5 to 8 times slower."""
+"""Number of layers of a bfloat16 model to keep on a CPU without bfloat16 instructions, which is 5 to 8 times slower."""
 
 MEAN_DIFFERENCES: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest mean absolute difference, in nats, between logprobs of two engines that compute in one dtype."""

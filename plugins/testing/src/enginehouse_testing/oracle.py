@@ -44,7 +44,7 @@ class Oracle:
             yield VALUE_HEAD, self.value_head
 
     def weights(self) -> Weights:
-        """Return a copy of all parameters as a checkpoint stores them, tied ones once."""
+        """Return a copy of all parameters as a checkpoint stores them; tied parameters occur once."""
         return self._stored({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
 
     def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ class Oracle:
         return torch.cat([torch.zeros(1), (hidden @ self.value_head.T)[:, 0]])
 
     def scores(self, batch: Batch, temperature: float = 1.0, masked: bool = True) -> dict[str, torch.Tensor]:
-        """Return `logprobs` and `entropy`, or `values`, of all rows end to end; 0 where `loss_mask` is false."""
+        """Return `logprobs` and `entropy`, or `values`, concatenated over all rows; 0 where `loss_mask` is false."""
         columns: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():
             for row in range(len(batch)):

@@ -32,7 +32,7 @@ class Origin:
         distribution: the installed distribution, or empty.
         version: the distribution's version.
         digest: `"sha256:..."` of all files of the packages that the record names, of the plugins that its distribution
-            requires, and of `OF_CORE` if its kind handles weights. It also changes with an edit of a checkout.
+            requires, and of `OF_CORE` if its kind handles weights. Editing a file of a checkout changes the digest too.
     """
 
     distribution: str
@@ -45,7 +45,7 @@ class Origin:
 
 
 def origin_of(record: Record) -> Origin:
-    """Return the origin of a record, registered or not. Nothing of it is imported."""
+    """Return the origin of a record, which need not be registered. No code of the record is imported."""
     modules = _modules(record)
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
@@ -88,7 +88,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def required_plugins(record: Record) -> list[str]:
-    """Return the distributions of the other plugins that a record's plugin requires. Nothing of them is imported."""
+    """Return the distributions of the other plugins that a record's plugin requires. None of their code is imported."""
     return [plugin.distribution for plugin in _requirements(_owner(record, _modules(record)))]
 
 

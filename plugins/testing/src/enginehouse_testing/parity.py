@@ -1,4 +1,4 @@
-"""Compares the logprobs that a rollout engine reports for its tokens with those that the actor computes for them.
+"""Compares two logprobs of each generated token: one reported by the rollout engine, one computed by the actor.
 
 Both engines start as in a run of the config, and get the same weights by one verified update. Nothing is trained. The
 report has the metrics of `enginehouse_rl.steps.mismatch` and the distribution of the differences.
@@ -35,7 +35,7 @@ DECADES = tuple(range(-8, 2))
 """Exponents of the powers of ten at the histogram's edges."""
 
 WORST = 10
-"""Number of tokens to keep, those that differ most."""
+"""Number of tokens to keep: the tokens whose logprobs differ most."""
 
 VERSION = 1
 """Weight version of the update."""
@@ -73,8 +73,8 @@ class Parity:
         ratio: mean importance ratio, exp(train - rollout).
         sequence_ratio: mean over samples of the ratio of the whole sample.
         outside: fraction of the tokens whose ratio is out of bounds (`mismatch.RATIO_BOUND`).
-        histogram: number of tokens in each interval of the difference. The intervals end at `10 ** DECADES[i]`; one
-            more has no upper end.
+        histogram: number of tokens in each interval of the difference. The intervals end at `10 ** DECADES[i]`; the
+            last interval has no upper end.
         worst: the tokens that differ most, the worst first.
     """
 

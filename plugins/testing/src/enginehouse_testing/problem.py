@@ -23,24 +23,24 @@ NOT_FINITE = LossSpec("enginehouse_testing.problem:not_finite")
 
 MODELS = ("tied", "untied")
 CRITICS = ("tied critic", "untied critic")
-"""Models with which every engine is checked; checks that need only one use the first."""
+"""Models, and critic models, with which engines are checked. A check that needs only one model uses the first."""
 EXPERTS = ("experts",)
 """Models of the capability `experts`."""
 
 EDGE = ("edge",)
 """A model with a weight that one step takes beyond float32."""
 HUGE = 3e38
-"""A float32 number whose double is beyond float32."""
+"""A float32 number. Twice this number is beyond the range of float32."""
 UNUSED_ID = 6
 """A token that no row of `batch()` holds, so that its embedding has no gradient and changes no result."""
 
 
 def model_path(name: str) -> str:
-    """Return the directory of a tiny model. A name that is none of these is the directory of a user's model.
+    """Return the directory of a tiny model.
 
-    The models are `"tied"` (Qwen3 architecture), `"untied"` (Llama) and `"experts"`. `"edge"` is the untied model with
-    `HUGE` as one weight, in the embedding of `UNUSED_ID`. `"tied critic"` is the tied model with a value head. Each
-    dimension is a multiple of 4.
+    The tiny models are `"tied"` (Qwen3 architecture), `"untied"` (Llama) and `"experts"`. `"edge"` is the untied model
+    with `HUGE` as one weight, in the embedding of `UNUSED_ID`. `"tied critic"` is the tied model with a value head.
+    Each dimension is a multiple of 4. Any other name is returned unchanged: it is the directory of a user's model.
     """
     if name in CRITICS:
         return with_value_head(model_path(name.removesuffix(" critic")))
@@ -97,7 +97,8 @@ def _with_columns(rows: list[tuple[list[int], list[int]]], seed: int) -> Batch:
 
 
 def uneven(rows: int, parts: int, empty: bool = False) -> list[int]:
-    """Return sizes of shards that differ. With `empty`, the first of several shards has no rows."""
+    """Return the sizes of `parts` shards of different sizes, with `rows` rows in total. With `empty`, the first of
+    several shards has no rows."""
     if parts == 1:
         return [rows]
     shares = np.arange(parts, dtype=float) + (0.0 if empty else 1.0)

@@ -14,7 +14,8 @@ import numpy as np
 from enginehouse_testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, stepped_model, tiny_experts, tiny_model
 
 MAX_MODEL_TOKENS = 2048
-"""Longest sequence of every model. It is long, so that a request can be interrupted before it ends."""
+"""Maximum length in tokens of a sequence, for every model. It is large, so that a request can be interrupted before it
+ends."""
 
 SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "key_value_heads": 2, "max_positions": MAX_MODEL_TOKENS}
 
@@ -68,7 +69,7 @@ def rollout_model(name: str) -> str:
 
 @functools.cache
 def texts_as_ids(path: str) -> list[tuple[list[int], list[list[int]]]]:
-    """Return the first tokens of `TEXTS` by a model's own tokenizer: each prompt with its responses."""
+    """Tokenize `TEXTS` with a model's tokenizer, and return the first tokens of each prompt and of its responses."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path)

@@ -78,7 +78,7 @@ class Rank:
             store.wait([f"certify/{number}/all"])
 
     def _new_rendezvous(self) -> None:
-        """Give the next engine a new store, because ranks would find addresses of an earlier engine in a used one."""
+        """Give the next engine a new store, because a used store holds the addresses of an earlier engine."""
         number, store = next(_numbers), _group_store()
         if self.context.rank == 0:
             _stores.append(open_store(os.environ["MASTER_ADDR"], STORE_SECONDS))

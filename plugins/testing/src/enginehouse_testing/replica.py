@@ -40,7 +40,8 @@ WAIT_SECONDS = 120.0
 """Longest wait for anything that an engine has to do at once."""
 
 USERS_TOKENS = 128
-"""Longest sequence of a user's model, because a layout's cache may be too small for the model's own limit."""
+"""Maximum length in tokens of a sequence of a user's model. A layout's cache may be too small for the model's own
+limit."""
 
 CHUNK_PARAMETERS = 2
 """Number of parameters that arrive together in an update."""
@@ -65,7 +66,7 @@ class ReplicaTrial:
     Attributes:
         models: directories of the tiny models, by name.
         model: name or directory of the model with which this replica was launched.
-        directory: empty when the act begins, removed after it.
+        directory: folder that is empty when the act begins, and is removed after the act.
         endpoint: result of the launch.
         serving: name of the model whose weights the engine serves.
         version: newest weight version that the engine was sent.
@@ -141,7 +142,8 @@ class ReplicaTrial:
         ]
 
     async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """Start a request, and return once it has some tokens: once a shorter request that came later has ended."""
+        """Start a request, and return once the engine has generated some of its tokens. This is certain once a shorter
+        request, which was made later, has ended."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -224,7 +226,8 @@ def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torc
 
 
 def _children() -> set[int]:
-    """Return the ids of all processes below this one, except Python's own resource trackers, which end with it."""
+    """Return the ids of all processes that this process started, directly or not, except Python's own resource
+    trackers, which end with it."""
     import psutil
 
     running = set()

@@ -183,7 +183,7 @@ def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
 class Certifier:
     """Runs cases of one record in processes that it keeps. A context manager.
 
-    A check that raises, or does not end, is a failed result. Its processes are then started again.
+    If a check raises an error or does not end, its result is a failure, and its processes are started again.
 
     Args:
         record: a record of any kind that has a suite; it need not be registered. Between cases this attribute may be

@@ -76,7 +76,7 @@ def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = G
 
 
 def with_silent(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Return the samples with some rows in which no token counts, like those of a failed episode."""
+    """Return the samples, in which no token of some rows counts, as in the rows of a failed episode."""
     mask = batch.ragged("loss_mask")
     silent = torch.isin(mask.row, torch.tensor(rows))
     return batch.with_columns(loss_mask=mask.like(mask.values & ~silent))

@@ -32,7 +32,7 @@ ACT_SECONDS = 180.0
 ROLLOUT_ACT_SECONDS = 600.0
 """Maximum time of a rollout engine's act, launch included."""
 TRANSPORT_SECONDS = 60.0
-"""Deadline of all operations of a transport, including those that have to fail at once."""
+"""Deadline of all operations of a transport, including operations that have to fail at once."""
 FUNCTION_SECONDS = 60.0
 """Maximum time of an act of a function."""
 END_SECONDS = 60.0
@@ -64,7 +64,7 @@ def _start(
 
 
 class Site:
-    """A place where the acts of a kind's checks run."""
+    """A place where the acts of all checks of one kind of record run."""
 
     def open(self) -> None:
         """Start what all acts need."""
@@ -85,7 +85,7 @@ class Site:
 
 
 class TrainSite(Site):
-    """Worker groups with one rank per process, one group for each number of processes.
+    """Worker groups of training engines. There is a group for each number of processes, with one rank in each process.
 
     Args:
         seconds: maximum time of an act.
@@ -172,7 +172,7 @@ class RolloutSite(Site):
             self._cluster.shutdown()
 
     def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run an act on the replica, after launching it unless it runs already."""
+        """Run an act on the replica. If the replica does not run yet, launch it first."""
         wanted = (record.engine, layout.name, check.model)
         if self._launched not in (None, wanted):
             self.discard(layout)
@@ -240,7 +240,7 @@ class TransportSite(Site):
         self._seconds = seconds
 
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run an act, which makes its own connections."""
+        """Run act `number` of a check. The act gets a `Link`, with which it connects senders and receivers."""
         from enginehouse_testing.link import Link
 
         return [Seen(0, 1, True, check.acts[number](Link(record, layout.processes, self._seconds)))]
@@ -283,7 +283,7 @@ class HereSite(Site):
 
 
 class RewardSite(HereSite):
-    """A `HereSite` with processes of reward pools. All acts share them until one fails."""
+    """A `HereSite` with processes of reward pools. The acts share these processes until an act fails."""
 
     _pools: tuple[RewardPool, ...] = ()
 
@@ -294,7 +294,7 @@ class RewardSite(HereSite):
             pool.close()
 
     def discard(self, layout: Layout) -> None:
-        """End the processes, because one may hang."""
+        """End the processes, because the failed act may have left a process that hangs."""
         self.close()
 
     def _trial(self, record: Any, directory: str) -> Any:

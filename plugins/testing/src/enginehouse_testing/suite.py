@@ -50,7 +50,8 @@ class Suite:
 
     @classmethod
     def given(cls) -> Given:
-        """Return the arguments and data for the record, from the class attributes named as the fields of `Given`."""
+        """Return the arguments and data for the record, from the class attributes that have the names of fields of
+        `Given`."""
         return Given(**{field.name: getattr(cls, field.name) for field in fields(Given) if hasattr(cls, field.name)})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -166,8 +167,8 @@ class LossSuite(Suite):
     Class attributes:
         loss: a registered name, `"module:function"`, or a record that need not be registered.
         arguments: arguments of the loss, as in `algorithm.loss.arguments`.
-        columns: additional columns that the loss reads, for example those of your own advantage. They hold one random
-            number for each `"row"` or `"token"`.
+        columns: additional columns that the loss reads, for example the columns that your own advantage adds. They hold
+            one random number for each `"row"` or `"token"`.
     """
 
     kind = "loss"
@@ -231,7 +232,7 @@ class TrackerSuite(Suite):
             tracker = "mine"
 
     If the metrics can be read back, write `read`: the suite then checks that none is missing once the tracker has
-    finished. Without `read` it only sees that nothing raises or hangs.
+    finished. Without `read`, it only checks that no call raises an error or hangs.
 
     Class attributes:
         tracker: a registered name, `"module:Class"`, or a record that need not be registered.
@@ -260,7 +261,8 @@ class EnvironmentSuite(Suite):
         environment: a registered name, `"module:Class"`, or a record that need not be registered.
         arguments: arguments of the environment, as in `environment.arguments`.
         examples: rows of data for tasks. Without examples, the suite uses made-up rows with an `answer`.
-        replies: texts that the policy answers with, at random but always the same. Without them it uses a few answers.
+        replies: texts with which the policy answers, in a random order that is the same in every run of the suite.
+            Without replies, the policy uses a few built-in answers.
     """
 
     kind = "environment"

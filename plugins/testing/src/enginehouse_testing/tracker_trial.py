@@ -40,7 +40,8 @@ class TrackerTrial(Trial):
 
 
 def steps(first: int, last: int) -> list[Logged]:
-    """Return the metrics of some steps under a run's names, with a validation after every second step."""
+    """Return made-up metrics of the steps `first` to `last`, under the names that a run uses. After every second step
+    there is a validation."""
     logged: list[Logged] = [(0, {"validation/reward": 0.125}, "validation")] if first == 1 else []
     for step in range(first, last + 1):
         logged.append((step, {"actor/loss": -0.5 * step, "reward/mean": step / 8, "time/step": 1.5}, "train"))

@@ -42,7 +42,7 @@ def make_python(
 
     Args:
         seconds: time limit for a program.
-        memory_mb: address space of a program, in MiB.
+        memory_mb: maximum address space of a program, in MiB.
         isolation: `required`: nothing is run if the machine cannot isolate programs; `best`: as isolated as the machine
             allows.
 

@@ -65,7 +65,7 @@ def choose_engines(machine: Machine) -> Engines:
     """Choose from the installed engines. On GPUs, choose a training engine that shards and a rollout engine that
     serves.
 
-    Both must be able to release their memory to each other.
+    Each engine must be able to release its memory for the other.
     """
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
     from enginehouse.plugin.capabilities import OFFLOAD, SLEEP
@@ -83,8 +83,8 @@ def choose_engines(machine: Machine) -> Engines:
 
 
 def _list_ready_engines(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
-    """Return the names of the engines that can run, except the default. If an engine needs a runtime first, append a
-    description to `better`."""
+    """Return the names of the engines that can run, except the default engine. If an engine cannot run before a runtime
+    is created, append the reason to `better`."""
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime
     from enginehouse_rl.plan.device import visible_gpus

@@ -98,7 +98,8 @@ def read_rows(
 
 
 def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
-    """Return data that is created here. The tiny model uses the data of its recipe."""
+    """Return one of the data sets in `SAMPLES`. For the tiny model, it is the data of the recipe. For other models, new
+    files are written."""
     tools = name == "calculator"
     if tools:
         from enginehouse.plugin import Environment, plugins
@@ -243,7 +244,7 @@ def _read_head(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 def _guess(
     columns: Sequence[str], names: Sequence[str], head: Sequence[Mapping[str, Any]], fits: Callable[[Any], bool]
 ) -> str | None:
-    """Return the column with the most likely of `names` whose first value fits, or None."""
+    """Return the first of `names`, the most likely first, that is a column whose first value fits; or None."""
     for name in names:
         for column in columns:
             values = [read_answer(column, row[column]) for row in head if row.get(column) is not None]

@@ -78,7 +78,7 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
 
 
 def read_reward(answer: str, rows: PromptData) -> str:
-    """Read an answer.
+    """Read the answer that names a reward.
 
     Raises:
         ConfigError: there is no such reward, or it does not fit the rows.

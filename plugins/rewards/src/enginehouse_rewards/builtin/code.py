@@ -63,7 +63,7 @@ def code(
         seconds: time limit for a run, or for all asserts of a response.
         total_seconds: time limit for a response; remaining tests then count as failed. Keep it a few seconds below
             `reward.timeout_seconds`.
-        memory_mb: address space of a program, in MiB.
+        memory_mb: maximum address space of a program, in MiB.
         isolation: `required`: nothing is run if the machine cannot isolate programs; `best`: as isolated as the machine
             allows.
     """

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 LONGEST_NUMBER = 100
-"""Maximum number of characters of a number, and of its power of ten, because larger exact values would fill memory."""
+"""Maximum number of characters of a number, and largest exponent of ten. Larger exact values would fill the memory."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
@@ -33,8 +33,8 @@ def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, F
     """Return 1.0 if the number in the response equals the number in the data set's `answer` column, else 0.0.
 
     The number follows the last `####`, else is inside the last `\\boxed{}`, else is the last number of the text.
-    `1,234.5`, `1e3`, `3/4`, `\\frac{3}{4}` and `75%` are numbers. Where only one of the two has a percent sign, the
-    other may mean percents or not: `50%` is `0.5` and `50`.
+    `1,234.5`, `1e3`, `3/4`, `\\frac{3}{4}` and `75%` are numbers. If only one of the two numbers has a percent sign,
+    the other may mean percents or not: `50%` is `0.5` and `50`.
 
     Args:
         tolerance: largest absolute difference of the two numbers.

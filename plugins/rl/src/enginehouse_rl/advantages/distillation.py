@@ -1,5 +1,5 @@
-"""On-policy distillation credits a token with how much more likely a teacher finds it than the policy that generated
-it.
+"""On-policy distillation credits a token with its logprob under a teacher, minus its logprob under the policy that
+generated it.
 
 Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines); Agarwal et al. 2024 (GKD) with reverse KL on the
 student's own samples. A_t = log p_teacher(t) - log p(t) is minus the k1 estimate of KL(policy, teacher) at each token,
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def distillation(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=1)] = 0.0) -> Batch:
-    """Add `advantages` float32 by token.
+    """Add the column `advantages`: float32, one value for each token.
 
     Args:
-        batch: columns by token: `old_logprobs` and `reference_logprobs` float32, and `loss_mask`.
+        batch: columns with one value for each token: `old_logprobs` and `reference_logprobs` float32, and `loss_mask`.
         gamma: discount of the credit of later tokens. 0: a token gets only its own credit. 1: it also gets the credit
-            of all later tokens, so that the gradient is that of the divergence of whole sequences.
+            of all later tokens. The gradient is then the gradient of the divergence between whole sequences.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     nearer = tokens.of(batch.ragged("reference_logprobs")) - tokens.of(batch.ragged("old_logprobs"))

@@ -24,11 +24,12 @@ def gae(
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0,
     normalize: bool = True,
 ) -> Batch:
-    """Add `advantages` and `returns`, float32 by token, to a batch with a critic's `values`.
+    """Add the columns `advantages` and `returns`, float32 with one value for each token, to a batch with a critic's
+    `values`.
 
     Args:
-        batch: samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
-            `token_rewards` and `values`, float32, and `loss_mask`.
+        batch: the samples of a step. `reward` float32 `(rows,)` is earned at the row's last counted token.
+            `token_rewards` float32, `values` float32 and `loss_mask` have one value for each token.
         gamma: discount of a later reward, per token.
         lam: weight of later errors. 1 relies on the rewards (no bias), 0 on the critic's next value (little variance).
         normalize: give the advantages of all counted tokens of the step a mean of 0 and a standard deviation of 1.

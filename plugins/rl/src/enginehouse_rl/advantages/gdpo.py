@@ -26,7 +26,7 @@ def gdpo(
     """Add `advantages` float32 `(rows,)` to a batch with `rewards` float32 `(rows, k)` and `group` int64 `(rows,)`.
 
     Args:
-        batch: samples of a step, with all samples of each group.
+        batch: the samples of a step; every group in it must be complete.
         weights: weights of the rewards' advantages, in the order of the rewards; unset: 1 each.
         epsilon: number added to each standard deviation. A reward that is equal for all samples of a group has no
             effect in this group.

@@ -1,4 +1,4 @@
-"""Statistics of rewards by group, because samples of one prompt are compared with each other."""
+"""Statistics of rewards over each group. The samples of one prompt form a group, and are compared with each other."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def kl_distances(batch: Batch) -> torch.Tensor:
     penalty.
 
     The distance is subtracted from the advantage unscaled. If the KL penalty were a part of the rewards, it would be
-    divided by their standard deviation, and would count more if the rewards differ less. In a group of equal rewards,
-    it would count at full size, however small its coefficient.
+    divided by the standard deviation of the rewards. It would then have the more weight, the less the rewards differ.
+    In a group of equal rewards, it would have full weight, however small its coefficient.
 
     Args:
         batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` if there is a KL term in the reward.

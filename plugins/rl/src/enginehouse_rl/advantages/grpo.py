@@ -21,7 +21,8 @@ def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt
     """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
 
     Args:
-        batch: samples of a step, with all samples of each group. `kl_penalty`: see `kl_distances`.
+        batch: the samples of a step; every group in it must be complete. If it has the column `kl_penalty`, the result
+            of `kl_distances` is subtracted from the advantages.
         scale: divide by the group's standard deviation.
         epsilon: number added to the standard deviation. A group of equal rewards has advantages of exactly 0, apart
             from a KL term.

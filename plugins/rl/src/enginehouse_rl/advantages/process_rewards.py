@@ -1,4 +1,5 @@
-"""Process rewards credit a token with the steps that end at it or later, each compared with the steps of its group.
+"""Process rewards credit a token with the rewards of the steps that end at this token or later. Each step's reward is
+compared with the rewards of all steps of the group.
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group, A_t =
 sum over the steps that end at t or later of (r - mean(R)) / std(R).
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 
 
 def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
-    """Add `advantages` float32 by token.
+    """Add the column `advantages`: float32, one value for each token.
 
     A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward. Therefore a
-    step that is worth nothing needs a reward other than 0. Without `token_rewards` this is `grpo`. A KL term in the
-    reward belongs to no step: as in `grpo`, all tokens of a row are credited with it.
+    reward of 0 does not end a step. To end a step without value, give it a tiny reward. Without `token_rewards` this is
+    `grpo`. A KL term in the reward belongs to no step: as in `grpo`, all tokens of a row are credited with it.
 
     Args:
-        batch: samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32 and
-            `loss_mask`. `kl_penalty`: see `kl_distances`.
+        batch: the samples of a step. `reward` float32 and `group` int64 are `(rows,)`. `token_rewards` float32 and
+            `loss_mask` have one value for each token. If there is a column `kl_penalty`, the result of `kl_distances`
+            is subtracted from the advantages.
         epsilon: number added to the standard deviation. A group of equal step rewards has advantages of exactly 0,
             apart from a KL term.
     """

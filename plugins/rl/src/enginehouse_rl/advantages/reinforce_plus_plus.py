@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> Batch:
-    """Add `advantages` float32 by token.
+    """Add the column `advantages`: float32, one value for each token.
 
     Args:
-        batch: samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
-            `token_rewards` float32 and `loss_mask`.
+        batch: the samples of a step. `reward` float32 `(rows,)` is earned at the row's last counted token.
+            `token_rewards` float32 and `loss_mask` have one value for each token.
         gamma: discount of a later reward, per token.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def remax(batch: Batch) -> Batch:
-    """Add `advantages` float32 by token.
+    """Add the column `advantages`: float32, one value for each token.
 
     Args:
-        batch: columns `reward` and `baseline` float32 `(rows,)`; by token `token_rewards` float32 and `loss_mask`.
+        batch: the samples of a step. `reward` and `baseline` float32 are `(rows,)`. `token_rewards` float32 and
+            `loss_mask` have one value for each token.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     returns = tokens.sums_to_the_end(tokens.rewards(batch), 1.0)

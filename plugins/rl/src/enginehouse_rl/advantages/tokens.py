@@ -43,7 +43,8 @@ class CountedTokens:
         return column.values[self._mask.values].double()
 
     def rewards(self, batch: Batch) -> torch.Tensor:
-        """Return the `token_rewards`, with the row's `reward` added at the last token of each row, `(counted,)`."""
+        """Return the `token_rewards` of the counted tokens, `(counted,)`. The `reward` of each row is added to the
+        value at the row's last counted token."""
         rewards = self.of(batch.ragged("token_rewards"))
         rewards[self.last] += batch["reward"].double()[self.lengths > 0]
         return rewards

@@ -1,7 +1,7 @@
 """Creates tasks of lm-eval, and lets them write the prompts of a benchmark.
 
-In lm-eval itself, `lm_eval.simple_evaluate` does this. This module seeds the same random generators, so that its
-prompts are equal to those of lm-eval.
+In lm-eval itself, `lm_eval.simple_evaluate` does this. This module seeds the same random generators, so it gets the
+same prompts as lm-eval.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 class BenchmarkItems(NamedTuple):
-    """The items of a benchmark, and how to generate the responses.
+    """The items of a benchmark, and the settings for generating the responses.
 
     Attributes:
         until: strings before which a response ends.
@@ -61,14 +61,15 @@ def list_tasks(name: str) -> list[str]:
 
 
 def make_tasks(name: str, tasks: Sequence[str], **settings: Any) -> list[ConfigurableTask]:
-    """Return tasks of a benchmark, with some of their settings replaced."""
+    """Return tasks of a benchmark, in which `settings` replace the settings of the same names."""
     group = {"group": "enginehouse", "task": [{"task": task, **settings} for task in tasks]}
     return list(_open_folder(name).load([group])["tasks"].values())
 
 
 @functools.cache
 def _open_folder(name: str) -> lm_eval.tasks.TaskManager:
-    """Return a loader of only the tasks in a benchmark's folder, because lm-eval has some ten thousand others."""
+    """Return a loader of only the tasks in a benchmark's folder. Reading the other ten thousand tasks of lm-eval would
+    take long."""
     folder = Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name].folder
     return lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
 
@@ -122,7 +123,7 @@ def _list_items(task: ConfigurableTask, limit: int | None, is_chat: bool) -> Ite
 
 def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
     """Return chat messages unchanged. lm-eval calls this in place of a chat template, because the messages are rendered
-    and tokenized later, like those of any chat."""
+    and tokenized later, like the messages of any chat."""
     return messages
 
 
@@ -153,7 +154,7 @@ def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
     """Return a task of a benchmark for scoring responses. This task needs no data set.
 
     Args:
-        doc: an item, from which the task learns the columns.
+        doc: an item of the benchmark. It stands in for the data set, so that the task knows the columns.
     """
     rows = datasets.Dataset.from_list([doc])
 

@@ -13,9 +13,10 @@ from enginehouse_rl.data.rendering import Counted, Renderer, skip_counting
 def load_prompts(
     name: str, source: BenchmarkItems, tokenizer: Any, system: str | None, counted: Counted = skip_counting
 ) -> Batch:
-    """Tokenize the prompts of a benchmark, like the prompts of a held-out file; columns as in `PromptDataset.rows`.
+    """Tokenize the prompts of a benchmark, like the prompts of a held-out file.
 
-    The column `columns` has the arguments of `enginehouse_rl.benchmarks.scoring.score`.
+    The result has the same columns as `PromptDataset.rows`. Its column `columns` has the arguments of
+    `enginehouse_rl.benchmarks.scoring.score`.
 
     Args:
         tokenizer: the model's tokenizer.

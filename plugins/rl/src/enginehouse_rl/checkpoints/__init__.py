@@ -2,8 +2,8 @@
 
 A checkpoint is a directory `checkpoints/step-000100/` in the run directory. It contains a folder for each trained role,
 which the role's engine writes and reads. It also contains `loop.json`: the state of the loop, the config of the run,
-and digests of the training data, the models and all files of the checkpoint. `store` creates checkpoints, and
-`enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is complete if all its files are unchanged since they
+and digests of the training data, the models and all files of the checkpoint. `store` creates the checkpoints that
+`enginehouse_rl.loop.checkpoint_writer` requests. A checkpoint is complete if all its files are unchanged since they
 were written. To check this, a resumed run reads every byte before it starts any process.
 """
 

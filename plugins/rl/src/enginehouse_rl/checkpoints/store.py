@@ -1,4 +1,4 @@
-"""Writes checkpoints to a run directory atomically, and keeps only the newest ones."""
+"""Writes checkpoints to a run directory atomically, and keeps only the newest checkpoints."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class CheckpointStore:
         """Delete the remains of interrupted writes. No process may write checkpoints meanwhile.
 
         A complete checkpoint whose deletion was interrupted is deleted too, and never restored. The reason is that a
-        resumed run may have cut its metrics at an earlier step. If the checkpoint were restored, the metrics from there
-        to its step would be missing.
+        resumed run may have truncated its metrics at an earlier step. If the checkpoint were restored, the metrics
+        between that step and the step of the checkpoint would be missing.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside(self, damaged: Iterable[Path]) -> None:
-        """Rename damaged checkpoints, so that they are not mistaken for checkpoints of later steps."""
+        """Rename damaged checkpoints, so that no later search for checkpoints finds them."""
         for path in damaged:
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)

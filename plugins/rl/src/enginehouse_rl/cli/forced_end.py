@@ -1,7 +1,7 @@
 """The program that replaces the process of a run which was ended by force. It calls the observers' `run_recorded`.
 
-`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE when the observers have ended, after `SECONDS`,
-or at a signal.
+`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE as soon as the observers have ended, `SECONDS`
+have passed, or a signal arrives.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from enginehouse.controller.interruption import SIGNALS
 from enginehouse_rl.cli.session import tell_recorded
 
 SECONDS = 10
-"""Time limit for observers, because the user wants the run to be over."""
+"""Time limit for observers. A user who ends a run by force does not want to wait for them."""
 
 
 def main() -> None:

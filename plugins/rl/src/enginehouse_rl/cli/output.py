@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--quiet` and `--json` to a command. The command gets `show`: `"quiet"`, the receiver of events, or None.
 
-    With `--json`, standard output is reserved for events before the command begins, because the imports for a plan may
-    already print.
+    With `--json`, only events are written to standard output. Other output is redirected before the command begins,
+    because the imports for a plan may already print.
     """
 
     @click.option("-q", "--quiet", is_flag=True, help="Print only the final result.")

@@ -43,7 +43,7 @@ TRAINERS = {
 
 
 class Runnable(Protocol):
-    """A trainer of a plan."""
+    """A trainer or an evaluation, which `run_plan` runs."""
 
     def run(self) -> object:
         """Run to the end."""

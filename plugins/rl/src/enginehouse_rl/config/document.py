@@ -82,7 +82,8 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         source: the document's name in errors: a path, or an override.
 
     Returns:
-        The value, and the line of every key, counted from 1, by the path of the key from the top.
+        The value, and the line number of every key, counted from 1. The line numbers are in a mapping by the path of
+        the key from the top.
 
     Raises:
         ConfigError: the YAML is malformed; the message shows the line.

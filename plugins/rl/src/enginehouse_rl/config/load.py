@@ -45,8 +45,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
         schema: one of `enginehouse_rl.config.schema.SCHEMAS`.
 
     Raises:
-        ConfigError: the file is missing or malformed, or a key or value in it or in an override is wrong. One message
-            lists all problems of keys and values.
+        ConfigError: the file is missing or malformed, or a key or value is wrong, in the file or in an override. One
+            message lists all problems of keys and values.
     """
     path = Path(path)
     data, lines = _read(path)
@@ -133,8 +133,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
-    """Name the commands that accept the file if overrides are ignored. Empty if `schema` accepts it, or if no command
-    does."""
+    """Name the commands that accept the file if overrides are ignored. Empty if `schema` accepts the file, or if no
+    command accepts it."""
     data, _ = _read(path)
     fits = [command for command, candidate in SCHEMAS.items() if not check(candidate, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
@@ -205,8 +205,8 @@ def check(
 
     Args:
         prefix: the dotted key of `data`, for messages: `"actor.engine.options"`.
-        instead: returns advice on a key that `schema` lacks; an empty text is no advice. It gets the dotted key without
-            the prefix.
+        instead: returns advice on a key that `schema` lacks; an empty text is no advice. The function gets the dotted
+            key without the prefix.
 
     Returns:
         The model and no messages, or None and one message for each problem.

@@ -37,8 +37,8 @@ _VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
 
 
 def _refuse_variables(paths: str | Iterable[str]) -> None:
-    """Reject a variable in a path, before pydantic checks the types of a union: it would repeat the problem for each
-    type."""
+    """Reject a path that contains a variable such as `${NAME}`. This happens before pydantic checks the types of a
+    union, because pydantic would repeat the problem for each type."""
     for path in [paths] if isinstance(paths, str) else paths:
         if variable := _VARIABLE.search(path):
             raise ValueError(

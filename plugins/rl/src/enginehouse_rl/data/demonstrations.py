@@ -16,12 +16,11 @@ from enginehouse_rl.data.sources import Source, make_sources
 
 
 class DemonstrationDataset:
-    """Demonstrations for supervised training from one or more files: prompts with the responses to learn, tokenized
-    once."""
+    """Demonstrations for supervised training from one or more files: prompts with responses, tokenized once."""
 
     def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
-        """Use `load` instead. `tokens` has the tokens of each prompt with its response; `learned` marks the tokens that
-        the model is to write."""
+        """Use `load` instead. For each demonstration, `tokens` has the tokens of the prompt and the response, and
+        `learned` has a mask of them: true for the tokens that the loss trains the model to generate."""
         self.sources = sources
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
@@ -49,8 +48,8 @@ class DemonstrationDataset:
             path: a file; or several, whose rows follow each other; or a mapping from paths to weights.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            response_column: column with the response: a string, or a list of chat messages. Only the messages of the
-                assistant are learned.
+            response_column: column with the response: a string, or a list of chat messages. The model is trained only
+                on the messages of the assistant.
             max_tokens: maximum number of tokens of prompt and response together; a longer demonstration is an error.
             chat_template: as for `PromptDataset.load`.
             system: as for `PromptDataset.load`.
@@ -77,15 +76,15 @@ class DemonstrationDataset:
         """Return the demonstrations at `indices`, in this order.
 
         Returns:
-            A batch with `input_ids` (ragged int64: prompt and response with its end) and `loss_mask` (ragged bool, true
-            on the tokens that the model is to write).
+            A batch with `input_ids` (ragged int64: the prompt, the response, and the end of the response) and
+            `loss_mask` (ragged bool: true for the tokens that the loss trains the model to generate).
         """
         index = np.asarray(indices, dtype=np.int64)
         tokens, learned = self._tokens.take(index), self._learned.take(index)
         return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
 
     def all(self, limit: int | None = None) -> Batch:
-        """Return the first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""
+        """Return the first `limit` demonstrations (unset: all) in the order of the file, with the columns of `rows`."""
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, rows_per_step: int, seed: int = 0) -> Sampler[DemonstrationDataset]:

@@ -80,7 +80,8 @@ def model_digest(directory: str | Path) -> str:
     """Return the hexadecimal digest of a model's directory.
 
     It covers the names and sizes of the files, the whole content of small files, and evenly spread parts of large
-    files, so that it is cheap even for 16 GB. Training changes the digest, but a change of a single value may not.
+    files. Therefore it is cheap to compute even for a model of 16 GB. Training changes the digest, but a change of a
+    single value may not.
 
     Raises:
         OSError: a file cannot be read.

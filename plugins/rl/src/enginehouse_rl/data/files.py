@@ -2,8 +2,8 @@
 
 JSONL is parsed line by line, so that the reward function gets exactly the values of the file. A loader that infers one
 type for a column would turn the string "2024-01-01" into a date, and 1 into 1.0. The needed columns of Parquet are read
-with pyarrow, and the others with `datasets`, which knows how its richer types are stored. This module imports torch and
-`datasets` only when it needs them, because `plan` uses it.
+with pyarrow, and the other columns with `datasets`, which can decode richer types, such as images. This module imports
+torch and `datasets` only when it needs them, because `plan` uses this module.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class JsonTable:
 
 
 class ParquetTable:
-    """A Parquet file: needed columns as Python objects, the others in Arrow. It has the arguments of `JsonTable`."""
+    """A Parquet file: needed columns as Python objects, the others in Arrow. Takes the arguments of `JsonTable`."""
 
     def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
         from pyarrow import parquet

@@ -1,9 +1,9 @@
 """Reads preferences: pairs of responses of which one is better, or single responses that are rated good or bad.
 
 The formats are the same as in TRL. A pair has a prompt and two responses, as strings or chat messages. Without a column
-of prompts, both responses begin with the prompt, which is the part that they share. If the column of prompts has only
-the text of a prompt, two chats may also begin with the prompt. A rated response has a prompt and a label. This module
-does not import torch, because `plan` uses it.
+of prompts, both responses begin with the prompt, which is the part that they share. If the column of prompts has the
+prompt as plain text, and the responses are chats, both chats may begin with the prompt too. A rated response has a
+prompt and a label. This module does not import torch, because `plan` uses this module.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class PreferenceDataset:
         longest: int | None = None,
     ) -> None:
         """Use `load` instead. An item has `each` responses. For each response, `tokens` has the tokens of the prompt
-        and of the response, and `learned` marks the tokens that the model is to write."""
+        and of the response, and `learned` has a mask of them: true for the tokens that the loss counts."""
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
         self._each, self._figure, self._figures, self._longest = each, figure, figures, longest
@@ -85,8 +85,9 @@ class PreferenceDataset:
 
         Returns:
             A batch with a row for each response. The responses of an item are adjacent, the better one first. Its
-            columns are `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on the tokens
-            that the model is to write), and, if the data has it, the item's `margin` (float32) or `label` (bool).
+            columns are `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool: true for the
+            tokens that the loss counts). If the data has margins or labels, there is also a column `margin` (float32)
+            or `label` (bool).
         """
         index = np.asarray(indices, dtype=np.int64)
         rows = (index[:, None] * self._each + np.arange(self._each)).ravel()
@@ -96,7 +97,7 @@ class PreferenceDataset:
         return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
 
     def all(self) -> Batch:
-        """Return all items in the order of the file; columns as in `rows`."""
+        """Return all items in the order of the file, with the columns of `rows`."""
         return self.rows(np.arange(len(self)))
 
     def mismatch(self, batch: Batch) -> Batch:

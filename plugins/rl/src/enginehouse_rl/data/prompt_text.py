@@ -21,7 +21,7 @@ class _NoTemplate(DataError):
 
 
 class PromptWriter:
-    """Writes prompts as text. Its arguments are those of `enginehouse_rl.data.rendering.Renderer`."""
+    """Writes prompts as text. Takes the arguments of `enginehouse_rl.data.rendering.Renderer`."""
 
     def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
         self.tokenizer = tokenizer

@@ -140,7 +140,7 @@ class PromptDataset:
         return [self._names.apply(needed | further) for needed, further in zip(columns, further_columns, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
-        """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""
+        """Return the first `limit` prompts (unset: all) in the order of the file, with the columns of `rows`."""
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
     def make_sampler(self, prompts_per_step: int, seed: int = 0) -> Sampler[PromptDataset]:

@@ -85,7 +85,7 @@ class Response:
 
     Attributes:
         ids: the tokens after the prompt's tokens, int32.
-        learned: true on each token that the model is to write, false on tokens of other speakers in between.
+        learned: true for each token that the loss counts, false for the tokens of other speakers.
     """
 
     ids: np.ndarray
@@ -93,7 +93,7 @@ class Response:
 
     @classmethod
     def from_ids(cls, ids: np.ndarray) -> Response:
-        """Return a response of which all tokens are learned."""
+        """Return a response in which the loss counts all tokens."""
         return cls(ids, np.ones(len(ids), np.bool_))
 
 
@@ -213,8 +213,8 @@ class Renderer:
         """Tokenize the responses to prompts. Prompt and response are tokenized together, and the prompt's tokens are
         cut off.
 
-        The chat template writes chat messages, and only the turns of the assistant are learned. A string gets an end
-        token: the end of a turn if the template wrote the prompt, otherwise the tokenizer's end of sequence.
+        The chat template writes chat messages, and the loss counts only the turns of the assistant. A string gets an
+        end token: the end of a turn if the template wrote the prompt, otherwise the tokenizer's end of sequence.
 
         Args:
             rendered: the result of `render_prompts`; the text of a prompt with a problem is "".
@@ -275,7 +275,7 @@ class Renderer:
         return Response.from_ids(ids)
 
     def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: Reply, whole: np.ndarray) -> Response:
-        """Return a response of several turns, of which only the turns of the assistant are learned.
+        """Return a response of several turns, in which the loss counts only the turns of the assistant.
 
         Raises:
             DataError: a token has letters of two turns.
@@ -295,8 +295,8 @@ class Renderer:
     def _cut_prompt(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
         """Return the tokens of a reply, given the tokens `whole` of prompt and reply together.
 
-        If a token contains letters of both, the reply is tokenized after another text, with which the reply shares no
-        token. The reason is that the model gets exactly the tokens of the prompt when it generates.
+        When the model generates, it gets exactly the tokens of the prompt. Therefore no token may contain letters of
+        both prompt and reply. If one does, the reply is tokenized after another text, with which it shares no token.
         """
         if np.array_equal(whole[: len(prompt)], prompt):
             return whole[len(prompt) :]
@@ -324,7 +324,7 @@ class Renderer:
 
 
 def join(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of each prompt with its response, and a mask of the learned tokens."""
+    """Return the tokens of each prompt with its response, and a mask of the tokens that the loss counts."""
     pairs = list(zip(prompts, responses, strict=True))
     return (
         [np.concatenate((prompt, response.ids)) for prompt, response in pairs],

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
 
 _SERIALS_AT_ONCE = 4096
-"""Number of serial numbers in a part. For the beginning of each part, the sampler stores how many rows it has sampled
-from each source."""
+"""Number of consecutive serial numbers that form a part. For the beginning of each part, the sampler stores how many
+rows it has sampled from each source."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""The fractional part of the golden ratio, in units of 2**-64. Its multiples are spread most evenly."""
+"""The fractional part of the golden ratio, in units of 2**-64. Modulo 1, its multiples are spread most evenly."""
 
 
 class RowSource(Protocol):
@@ -177,7 +177,7 @@ class Sampler(Generic[D]):
         return self._before[part] + np.bincount(within, minlength=len(self._sources))
 
     def _find_sources(self, part: int, count: int) -> np.ndarray:
-        """Return the index of the source of each of the first `count` serial numbers of a part."""
+        """Return the index of the source of each of the first `count` serial numbers of a part (`_SERIALS_AT_ONCE`)."""
         while len(self._before) <= part:
             earlier = self._find_sources(len(self._before) - 1, _SERIALS_AT_ONCE)
             self._before.append(self._before[-1] + np.bincount(earlier, minlength=len(self._sources)))

@@ -1,6 +1,6 @@
 """Finds the sources of a run's rows, with their weights, and ranks rows by a column.
 
-It imports neither torch nor numpy, because `plan` uses it.
+This module imports neither torch nor numpy, because `plan` uses it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from enginehouse_rl.data.files import RowProblems, describe_kind
 
 
 class Source(NamedTuple):
-    """Adjacent rows of a data set that are sampled in separate epochs.
+    """A range of adjacent rows of a data set. A sampler counts epochs for each source separately.
 
     Attributes:
-        name: its name in metrics; "" for the only source.
-        path: its file; "" if it may have several.
-        weight: its weight. Its fraction of the sampled rows is this weight, divided by the sum of all weights.
+        name: the name of the source in metrics; "" for the only source.
+        path: the file of the source; "" if the source may have several files.
+        weight: the weight of the source. Divided by the sum of all weights, it is the source's fraction of the sampled
+            rows.
     """
 
     name: str

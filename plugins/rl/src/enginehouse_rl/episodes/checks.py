@@ -40,7 +40,7 @@ class EpisodeChecks:
         environment: Name of the environment, for messages.
         vocabulary: Number of token ids that all models of the run know. None: any id is permitted.
         most_tokens: Maximum number of tokens of a row. None: no limit.
-        token_rewards: True if the run reads `token_rewards`. If it does not, rows must not have any.
+        token_rewards: True if the run reads `token_rewards`. If the run does not read them, rows must not have any.
         temperature: Temperature at which chosen tokens must have been generated. None: any temperature is permitted.
     """
 

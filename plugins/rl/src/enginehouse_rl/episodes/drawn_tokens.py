@@ -149,8 +149,8 @@ class DrawnTokens:
             mask: True for chosen tokens, bool `(tokens,)`.
             before: Tokens and mask of the episode's earlier rows.
             again: Number of repeated choices of each token in this play so far, by the digest of the row up to and
-                including the token. This method updates it. The first row of an episode that chooses a token is not
-                counted, because episodes may share generated tokens.
+                including the token. This method updates the counts. In each episode, the first row that chooses a token
+                is not counted, because different episodes may share generated tokens.
         """
         times = np.zeros(len(tokens), np.int64)
         for other_tokens, chosen in before:

@@ -1,8 +1,9 @@
-"""Joins the rows of each episode for functions that work on episodes, and distributes their results to the rows.
+"""Joins the rows of each episode for functions that work on episodes, and distributes the results of these functions to
+the rows.
 
 The rows of an episode are adjacent, and its last row holds the values of the episode (`scored_group.build_batch`).
 Therefore, joining rows copies no values of a ragged column: only its offsets change. An advantage function gets one row
-for each episode, and need not know that there were several.
+for each episode, and need not know that the episode had several rows.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class EpisodeRows:
     def join(self, samples: Batch) -> Batch:
         """Return the samples with one row for each episode.
 
-        A ragged column gets the values of all rows of the episode. The numbers of `REDUCED_COLUMNS` are combined. Any
-        other column keeps the value of the last row, which holds the values of the episode.
+        A ragged column gets the values of all rows of the episode. In `REDUCED_COLUMNS`, the numbers of all rows are
+        combined into one. Any other column keeps the value of the last row, which holds the values of the episode.
         """
         if self.are_single:
             return samples

@@ -37,7 +37,7 @@ late for any step, so its task is repeated."""
 
 
 class NoGroupKept(EnginehouseError):
-    """Too many groups in a row cannot be trained on, because the filter rejected them or they failed."""
+    """Too many consecutive groups cannot be trained on, because the filter rejected them or they failed."""
 
 
 class Feed:
@@ -72,7 +72,7 @@ class Feed:
 
         Args:
             version: Version of the weights at the start of generation; newer weights may arrive meanwhile.
-            remaining: Number of groups to train on until the run ends, including this step's.
+            remaining: Number of groups to train on until the run ends, including the groups of this step.
         """
         self._begun = self._loop.call(self._begin_step, version, remaining)
 
@@ -85,7 +85,8 @@ class Feed:
             not they are scored.
 
         Raises:
-            NoGroupKept: The filter rejected, or the failure policy dropped, too many groups in a row (`MOST_REFUSED`).
+            NoGroupKept: The filter rejected, or the failure policy dropped, too many consecutive groups
+                (`MOST_REFUSED`).
             EnginehouseError: Another error ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:
@@ -105,7 +106,8 @@ class Feed:
             return 0
 
     def take(self) -> list[ScoredGroup]:
-        """Return the step's groups in the order of their tasks, once they are scored. Raises like `draw`."""
+        """Return the step's groups in the order of their tasks, once they are scored. Raises the same errors as
+        `draw`."""
         while not isinstance(message := self._messages.get(), list):
             if isinstance(message, BaseException):
                 raise message
@@ -120,11 +122,8 @@ class Feed:
         return self._loop.call(lambda: self._tasks.state(self._schedule.open_groups))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups in progress, and two kinds of counts since the last call.
-
-        These are the groups that were not trained on, and the episodes that failed (`EpisodeRunner.metrics`), each by
-        reason.
-        """
+        """Return the number of groups in progress. Return also, since the last call and by reason, the number of groups
+        that were not trained on, and the number of episodes that failed (`EpisodeRunner.metrics`)."""
         return self._loop.call(self._take_metrics)
 
     def close(self) -> None:
@@ -141,8 +140,8 @@ class Feed:
         return missing
 
     def _advance(self) -> None:
-        """Begin the tasks that may begin. If the current step can be served, hand over its groups, or the error that
-        ended the feed."""
+        """Begin the tasks that may begin. If a caller waits for a step's groups, hand over the groups once all are
+        available. If an error ended the feed, hand over the error."""
         if self._error is None:
             try:
                 for task in self._tasks.next(self._schedule.count_room(self._missing, self._remaining)):

@@ -161,7 +161,8 @@ class EpisodeRunner:
         return ScoredGroup(task, rewards, kept, group, traces=played.traces)
 
     async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
-        """Return the episodes of a task. There are fewer of them, or none, if the failure policy leaves some out.
+        """Return the episodes of a task. There are fewer than the task requires, or none, if the failure policy leaves
+        episodes out.
 
         Args:
             scoring: Called when the task's episodes are generated and the last of them is about to be scored.
@@ -266,7 +267,8 @@ class EpisodeRunner:
         return self.failures.last_error
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of episodes that failed since the last call, by reason. Each try counts."""
+        """Return the number of episodes that failed since the last call, by reason. An episode is counted in each try
+        that fails."""
         self.failures.warn_again()
         return count_failures(self.take_counts())
 

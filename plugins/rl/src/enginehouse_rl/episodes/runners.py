@@ -45,7 +45,8 @@ class EpisodeRunners:
 
     @contextmanager
     def start(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
-        """Enter `roles`, which connects to Ray, and start what plays tasks. Both stop when the context ends."""
+        """Enter `roles`, which connects to Ray. Then start the event loop, and the environment workers if the plan has
+        any. Everything stops when the context ends."""
         with ExitStack() as stack:
             if not self._apart:
                 self._rewards = stack.enter_context(closing(WeightedRewards(self._plan)))

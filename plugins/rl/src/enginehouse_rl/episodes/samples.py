@@ -157,8 +157,8 @@ def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str,
 def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
     """Return the mean length of the responses whose tasks an earlier step left over (`rollout.extra_groups`).
 
-    The metric `response/tokens_mean` is the mean length of all responses that are trained on. A larger mean here shows
-    that long responses arrive late.
+    If this mean is larger than `response/tokens_mean`, the mean length of all responses that are trained on, then long
+    responses arrive late.
 
     Args:
         left_over: True for groups whose tasks were left over, bool `(groups,)`.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import Trace
 
 NO_SCORE = Scored(0.0)
-"""The score of every row except the last of its episode, which holds the episode's score."""
+"""The score of every row except the last row of an episode. The last row holds the episode's score."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class StalenessWindow:
         groups: Number of groups that a step trains on.
         staleness: Maximum age of a group in versions, counted from the version under which the group began to the
             trainer's version. 0: the step that trains on a group also begins it.
-        extra: Number of groups to begin beyond those that are needed.
+        extra: Number of groups to begin in addition to the groups that are needed.
     """
 
     def __init__(self, groups: int, staleness: int = 0, extra: int = 0):
@@ -35,7 +35,7 @@ class StalenessWindow:
 
         Args:
             needed: Number of groups that the current step waits for; 0 between two steps.
-            remaining: Number of groups to train on until the run ends, including those that the step waits for.
+            remaining: Number of groups to train on until the run ends, including the groups that the step waits for.
         """
         most = min(needed + self.staleness * self.groups, remaining)
         if most and (needed or self.staleness):

@@ -110,5 +110,5 @@ class Supply:
         self._tasks.restore(state)
 
     def _count_remaining(self, step: int) -> int:
-        """Return the number of groups to train on until the run ends, including this step's."""
+        """Return the number of groups to train on until the run ends, including the groups of this step."""
         return (self._run.steps - step + 1) * self._groups

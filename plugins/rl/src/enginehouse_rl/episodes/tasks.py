@@ -85,7 +85,8 @@ class PromptReader:
         self.too_long: dict[str, int] = {}
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts. `path` and `order_by` may be what the config keys `data.train` and `data.order_by` may be."""
+        """Read prompts. `path` and `order_by` take the same values as the config keys `data.train` and
+        `data.order_by`."""
         plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,

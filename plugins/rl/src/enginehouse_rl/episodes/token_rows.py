@@ -59,7 +59,7 @@ def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[d
 
 def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each token. Joined, these texts are the whole text. If several tokens make up a character, the
-    last of them gets it.
+    last of these tokens gets the character.
 
     Each token is decoded after the tokens before it, because a tokenizer may write a token differently at the beginning
     of a text.

@@ -82,7 +82,7 @@ class EpisodeActivity:
 
 class ChatTurn(NamedTuple):
     """A request of an episode: its start and end (`time.monotonic()`), the number of tokens that it generated, and the
-    newest weight version that generated any of them."""
+    newest weight version that generated any of these tokens."""
 
     begun: float
     ended: float
@@ -96,8 +96,8 @@ class Trace:
 
     Attributes:
         begun: Start in seconds of this machine's `time.monotonic()`, like all times here.
-        turns: The episode's requests in the order in which they ended. If the episode was tried several times, only the
-            last try counts.
+        turns: The episode's requests in the order in which they ended. If the episode was tried several times, only
+            requests of the last try are listed.
         reward_waits: Times during which the episode waited for the configured reward.
     """
 

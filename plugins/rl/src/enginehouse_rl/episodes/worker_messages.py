@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import EpisodeActivity
 
 repeated_log = logging.getLogger(__name__)
-"""The controller's logger for warnings of its workers. A worker in the same process does not report these again."""
+"""The logger with which the controller repeats warnings of its workers. A worker in the controller's process does not
+report the warnings of this logger, because they would be repeated without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class WorkerReport:
         scoring: Numbers of the jobs whose episodes are generated and are being scored.
         ended: For each job that ended: its number, the rewards of its episodes, and True if the run trains on them. The
             rows of the jobs that the run trains on come separately, in the same order.
-        notes: Columns of these rows that contain Python objects. Texts are not among them.
+        notes: Those columns of the rows in `ended` that contain Python objects. Columns of texts are not included.
         failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
         last_errors: Description of the latest failure, by kind of task.
         warnings: Logged warnings with their levels. The controller logs them, because nobody reads a worker's log.

@@ -144,8 +144,8 @@ class EnvironmentWorkerPool:
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Let the worker with the fewest tasks play a task.
 
-        Under the failure policy `retry`, tasks of a lost worker are played again with the same seeds, because another
-        task may have caused the loss.
+        If a worker is lost, any of its tasks may be the cause. Under the failure policy `retry`, all of them are
+        therefore played again with the same seeds.
 
         Raises:
             EpisodeFailed: The worker was lost, and the policy ends the run.
@@ -184,9 +184,9 @@ class EnvironmentWorkerPool:
                 self._exchange.soon()
 
     def metrics(self, kind: str) -> dict[str, float]:
-        """Return the failed episodes of a kind by reason, and the restarts of all workers, both since the last call.
+        """Return two counts since the last call: the failed episodes of a kind by reason, and the restarts of workers.
 
-        The workers then warn of the next failure of each reason again.
+        After this call, the workers warn of the next failure of each reason again.
         """
         for seat in self._seats:
             seat.process.orders.counted_kinds.append(kind)

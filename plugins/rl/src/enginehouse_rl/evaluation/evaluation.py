@@ -80,7 +80,7 @@ class Evaluator:
 
     Args:
         add_scores: Adds the scores of a reward model, if there is one.
-        most_tokens: Maximum total number of tokens whose text and values are written; see `sample_rows`.
+        most_tokens: Maximum total number of tokens whose text and values are written (`sample_rows`).
         writes_samples: True if the responses are written in addition to the metrics.
     """
 

@@ -89,7 +89,7 @@ class Validation:
 
     @classmethod
     def load(cls, config: Config, read: Callable[[str], PromptDataset]) -> Validation | None:
-        """Read a config's files of held-out prompts with `read`. Returns None if it has none.
+        """Read a config's files of held-out prompts with `read`. Returns None if the config names no such files.
 
         Raises:
             DataError: A row lacks the column `evaluation.by`, or the column has too many values.
@@ -180,7 +180,7 @@ class Validation:
     ) -> Iterator[dict[str, Any]]:
         """Yield a plain row for each sample, with its prompt's file and row number.
 
-        If the data has an `answer`, as a text or a number, the row contains it as `reference`. Arguments are those of
+        If the data has an `answer`, as a text or a number, the row contains it as `reference`. Takes the arguments of
         `measure` and `sample_rows`.
         """
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()

@@ -1,8 +1,8 @@
 """Converts a GGUF file to a model directory in the user's cache, because engines read only safetensors.
 
-transformers reads the file, and its weights become float32. If transformers does not read everything in a file, the
-file is rejected, because the result would be another model. The directory is named by the digest of the file, so that a
-copy under another name, or from the hub, is not converted again.
+transformers reads the file, and converts the weights to float32. If transformers does not read everything in a file,
+the file is rejected, because the result would be another model. The directory is named by the digest of the file, so
+that a copy under another name, or from the hub, is not converted again.
 """
 
 from __future__ import annotations

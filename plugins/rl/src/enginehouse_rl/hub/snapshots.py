@@ -58,14 +58,14 @@ _fetched: dict[tuple[Any, ...], Snapshot] = {}
 def fetch(
     name: HubName, key: str, files: Sequence[str], others: Sequence[str] = (), say: Say = log.debug, unreached: str = ""
 ) -> Snapshot:
-    """Find the commit of a name, and fetch those of its files that are not in the cache.
+    """Find the commit of a name, and fetch its files unless they are in the cache.
 
     A process asks for a name only once, so that a second plan, with another layout, gets the same commit.
 
     Args:
         key: the config key or option that has the name, for messages.
         files: patterns of the files to fetch.
-        others: patterns of files among them that are not fetched.
+        others: patterns of files that are not fetched, even if they match `files`.
         unreached: reason not to ask the hub; empty: ask it.
 
     Raises:

@@ -41,7 +41,8 @@ class AlarmInputs:
 
     @property
     def most_apart(self) -> float:
-        """Largest permitted difference between the engines, in nats: `tolerance`, but at most `LARGEST_TOLERANCE`."""
+        """Largest permitted mean difference between the logprobs of rollout and actor, in nats: `tolerance`, but at
+        most `LARGEST_TOLERANCE`."""
         return min(self.tolerance, LARGEST_TOLERANCE)
 
 

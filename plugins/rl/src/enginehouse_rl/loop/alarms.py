@@ -1,9 +1,9 @@
 """Alarms find problems of a run in its metrics. Each is reported once, with advice.
 
 An alarm compares the metrics of the first and the last steps (`History`) and returns a description of the problem, or
-an empty text. Metrics are noisy. Therefore a change counts only if it separates a quartile of the last steps from the
-first steps, and a state counts only if it lasts for `WINDOW` steps. Alarms do not end a run, because most problems may
-pass. The run ends only after several steps without a finite gradient.
+an empty text. Metrics are noisy. Therefore a change counts only if three quarters of the last values are beyond a
+limit, which is derived from the first values. A state counts only if it lasts for `WINDOW` steps. Alarms do not end a
+run, because most problems may pass. The run ends only after several steps without a finite gradient.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ of rewards; and the mean reward has not risen during the last `KEPT` steps. If e
 first condition says nothing. Then `LOST` replaces `MISSED`, and there must be `KEPT` steps."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""KL, in nats per token, from which the policy counts as running away. If twice the entropy of the first steps is more,
-that number applies instead, because a policy that has come to always give its most likely response has a KL of about
-that size."""
+"""KL, in nats per token, from which the policy counts as running away. If twice the entropy of the first steps is
+larger, it is the limit instead: a policy that has learned to always give its most likely response has about this KL."""
 GROWTH_FACTOR = 3.0
 """Factor by which a mismatch or a KL must have grown. A mismatch must also reach a tenth of the permitted mismatch."""
 CUT_ALL = 0.95
@@ -56,7 +55,7 @@ UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
 
 
 class StepsSkipped(EnginehouseError):
-    """In several consecutive steps no gradient was finite, so nothing is learned. These steps changed no weights."""
+    """In several consecutive steps no gradient was finite, so these steps changed no weights."""
 
 
 class Alarm(NamedTuple):

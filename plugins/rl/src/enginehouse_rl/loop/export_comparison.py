@@ -1,6 +1,7 @@
-"""Compares an exported model with the trained one: transformers scores a row on a CPU, with the exported files.
+"""Compares an exported model with the trained model: transformers and the engine compute the logprobs of the same row.
 
-This happens in the process of the actor's first rank, which has imported transformers and written the files.
+For a model with a value head, they compute its score. transformers reads the exported files, and computes on a CPU in
+the process of the actor's first rank, which has already imported transformers and written the files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ExportDiffers(SaveError):
 
 
 def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
-    """Score a row by transformers with exported files and by the engine, and compare the results.
+    """Compute a row's logprobs, or its score, by transformers from the exported files and by the engine. Compare both.
 
     Args:
         directory: A model, or an adapter in the format of `peft`.
@@ -39,10 +40,10 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
         spec: Model from which the actor was loaded.
 
     Returns:
-        The reason why the results were not compared; empty if they agree.
+        The reason why the results could not be compared; empty if they agree.
 
     Raises:
-        ExportDiffers: The results do not agree.
+        ExportDiffers: The results differ by more than rounding explains.
     """
     ids, file_scores, problem = actor.score_files(str(directory), spec)
     if file_scores is None:

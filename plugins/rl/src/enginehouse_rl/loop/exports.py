@@ -40,7 +40,8 @@ class Exports:
         self._run.run_directory.tell("checkpoint_saved", step=step, path=str(place), what="model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
-        """Save the actor's model to `models/best` if its validation metric is larger than that of the model there.
+        """Save the actor's model to `models/best` if its validation metric is larger than the metric of the model
+        there.
 
         If `keep_candidate` exported a model, that model is moved there, or deleted.
         """

@@ -21,7 +21,7 @@ SHORT_UPDATE_SECONDS = 1.0
 class WeightPublisher:
     """Brings the actor's weights to every rollout replica as verified, consecutive versions.
 
-    `version` is the version that is served or requested; 0 before the first.
+    `version` is the version that is served or requested; 0 before the first update.
     """
 
     def __init__(self, run: Trainer):
@@ -31,7 +31,8 @@ class WeightPublisher:
 
     @property
     def _pause(self) -> PauseMode:
-        """Treatment of running requests: `"keep"` if there may be any and the engine can keep them, else `"wait"`."""
+        """Treatment of running requests: `"keep"` if requests may be running and the engine can keep them, else
+        `"wait"`."""
         backend = self._run.roles.plans["rollout"].backend
         keeps = PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
         return "keep" if self._overlaps and keeps else "wait"
@@ -46,11 +47,11 @@ class WeightPublisher:
             raise
 
     def begin(self) -> None:
-        """Request the weights of a training that has just begun, if the previous update was so short that this saves
-        time.
+        """Request the weights of the update that has just begun, before it ends. This saves time if updates are short.
 
-        With `train.staleness` it never does so, because replicas generate meanwhile. With long updates nothing would be
-        gained, and clients of a replica's own endpoint would have to wait.
+        Nothing is requested if the previous update was long: little time would be saved, and clients of a replica's own
+        endpoint would have to wait. With `train.staleness` nothing is ever requested early, because replicas generate
+        during the update.
         """
         if self._asks_early:
             self._run.roles.sync.begin(self.version + 1)

@@ -1,8 +1,8 @@
 """The clipped policy loss moves the policy in the advantage's direction, but not beyond a range around the old policy.
 
-Source: PPO (Schulman et al. 2017), eq. 7. The asymmetric range ("clip-higher") is DAPO's (Yu et al. 2025), eq. 10; the
-lower bound for negative advantages ("dual clip") is Ye et al. 2020, eq. 5; the KL term is GRPO (Shao et al. 2024), eq.
-3.
+Source: PPO (Schulman et al. 2017), eq. 7. The asymmetric range ("clip-higher") is from DAPO (Yu et al. 2025), eq. 10.
+The upper bound on the loss for negative advantages ("dual clip") is from Ye et al. 2020, eq. 5. The KL term is from
+GRPO (Shao et al. 2024), eq. 3.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ def clipped_value(
         view: Output `values`; columns `loss_mask` bool, `values` (from before the step's first update) and `returns`
             float32, each `(tokens,)`.
         clip: The distance from the old value beyond which the loss no longer falls; `null`: no limit.
-        aggregation: see `enginehouse_rl.losses.aggregate`.
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
 
     Returns:
-        The loss, with metrics `clip_fraction` (tokens whose clipped error counts), `value_mean` and `return_mean`.
+        The loss, with the metrics `clip_fraction` (fraction of the tokens whose loss is the clipped error),
+        `value_mean` and `return_mean`.
     """
     counted = view.counted_tokens()
     values, returns = view.outputs["values"][counted], view.columns["returns"][counted]

@@ -5,8 +5,9 @@ little. With the weight p_old / p_rollout for each token, the gradient is correc
 masking large weights bounds the variance, at the price of a small bias. The ratio of a whole sequence is the product of
 its tokens' ratios. It also accounts for the states in which tokens were sampled, but varies far more.
 
-Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is
-that of IMPALA (Espeholt et al. 2018), eq. 1. Sequences and masks: Liu et al. 2025, "When Speed Kills Stability".
+Sources: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Weights are
+truncated as in IMPALA (Espeholt et al. 2018), eq. 1. Weights of sequences, and masks, are from Liu et al. 2025, "When
+Speed Kills Stability".
 """
 
 from __future__ import annotations

@@ -102,19 +102,19 @@ def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float |
 def with_kl_in_reward(
     batch: DistributedBatch, coefficient: float, estimator: KLEstimator, into: str = "reward"
 ) -> tuple[DistributedBatch, float]:
-    """Subtract the KL term from the rewards: `coefficient` times the divergence at each token of `loss_mask`.
+    """Subtract the KL term from the rewards: `coefficient` times the divergence at each token that `loss_mask` counts.
 
     Args:
         batch: Columns `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` if the actor recomputed them,
             otherwise `rollout_logprobs`.
         coefficient: Factor of the divergence.
         estimator: An estimator of `token_kl`.
-        into: The column to subtract from: `"reward"`, which gets the sum over the tokens of a row, or `"token_rewards"`
-            (ragged float32), which is created if it is missing. With `KL_PENALTY`, the sum is stored in this column,
-            and the rewards stay unchanged.
+        into: The column that changes. From `"reward"`, the sum over the tokens of a row is subtracted. From
+            `"token_rewards"` (ragged float32, created if it is missing), the term of each token is subtracted.
+            `KL_PENALTY` becomes the sum over the tokens of a row, and the rewards stay unchanged.
 
     Returns:
-        The batch, and the mean divergence over the tokens of `loss_mask`.
+        The batch, and the mean divergence over the tokens that `loss_mask` counts.
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     by_token = into == "token_rewards"

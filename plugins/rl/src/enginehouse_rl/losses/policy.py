@@ -1,7 +1,7 @@
 """The parts that all policy losses share: importance weights, KL term, entropy bonus, mean over tokens, and metrics.
 
-A policy loss is an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss` turns it
-into a loss with the arguments of the equation and those of `finish_loss`.
+A policy loss is written as an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss`
+turns the equation into a loss, which takes the arguments of the equation and the arguments of `finish_loss`.
 """
 
 from __future__ import annotations
@@ -123,11 +123,12 @@ def finish_loss(
             `enginehouse_rl.losses.importance`. Needs `algorithm.old_logprobs=actor`, because all weights are 1 with
             the rollout's logprobs.
         importance_level: compute a weight for each `token`, or one weight for all tokens of a `sequence`.
-        importance_mode: a weight above the cap is cut to the cap (`truncate`), or is 0 (`mask`).
-        aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
+        importance_mode: a weight above the cap is lowered to the cap (`truncate`), or set to 0 (`mask`).
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
         max_tokens: divisor of `sequence_mean_token_sum_scaled`; if unset, a run uses `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
-        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `losses.kl`.
+        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio. `losses.kl` compares the
+            estimators.
         entropy_coefficient: weight of the entropy bonus.
     """
     extra: dict[str, torch.Tensor] = {}

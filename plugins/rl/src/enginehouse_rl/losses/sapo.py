@@ -1,7 +1,7 @@
-"""SAPO: a gate instead of a clip range. It lets less of the gradient through the further the ratio is from 1.
+"""SAPO: a gate instead of a clip range. The further the ratio is from 1, the less of the gradient passes the gate.
 
 Source: Gao et al. 2025, "Soft Adaptive Policy Optimization": -A * sigmoid(tau * (ratio - 1)) * 4 / tau, with one tau
-for tokens of positive advantage and a larger one for the others. At ratio 1 its gradient is the policy gradient.
+for tokens of positive advantage and a larger tau for other tokens. At ratio 1 its gradient is the policy gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def sapo(
 
     Args:
         tau_positive: speed at which the gate closes for tokens of positive advantage.
-        tau_negative: speed at which the gate closes for other tokens, whose gradients raise many unlikely tokens and
-            are less stable.
+        tau_negative: speed at which the gate closes for other tokens. Their gradients make many unlikely tokens more
+            likely, so they are less stable.
     """
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     tau = torch.where(advantages > 0, tau_positive, tau_negative)

@@ -11,7 +11,7 @@ def supervised(view: TokenView, *, aggregation: Unscaled = "token_mean") -> Loss
 
     Args:
         view: output `logprobs`; column `loss_mask`.
-        aggregation: see `enginehouse_rl.losses.aggregate`.
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
     """
     counted = view.counted_tokens()
     total, weight = aggregate(-view.outputs["logprobs"][counted], view.row[counted], view.rows, aggregation)

@@ -16,7 +16,7 @@ def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: U
     Args:
         view: output `logprobs`; columns `loss_mask` and `column`, float32 `(tokens,)`.
         column: name of the column of weights.
-        aggregation: see `enginehouse_rl.losses.aggregate`.
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
     """
     return weighted(view, "logprobs", column, aggregation)
 

@@ -17,6 +17,6 @@ def weighted_value(view: TokenView, *, column: str = "weights", aggregation: Uns
     Args:
         view: output `values`; columns `loss_mask` and `column`, float32 `(tokens,)`.
         column: name of the column of weights.
-        aggregation: see `enginehouse_rl.losses.aggregate`.
+        aggregation: the kind of mean over tokens and sequences. `enginehouse_rl.losses.aggregate` lists the kinds.
     """
     return weighted(view, "values", column, aggregation)

@@ -1,4 +1,4 @@
-"""The settings of a benchmark, with which a run reads the items once more and generates responses to them."""
+"""The settings with which a run reads the items of a benchmark, as its plan did, and generates responses to them."""
 
 from __future__ import annotations
 

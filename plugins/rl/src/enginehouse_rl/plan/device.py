@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """The GPUs that a plan assumes instead of those of this machine."""
+    """The GPUs that a plan assumes in place of the GPUs of this machine."""
 
     number: int
     gpu: Gpu | None
@@ -62,7 +62,7 @@ def assume_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
 
 
 def gpus_are_assumed() -> bool:
-    """True if plans are made for assumed GPUs instead of those of this machine."""
+    """True if plans are made for assumed GPUs, and not for the GPUs of this machine."""
     return _assumed.get() is not None
 
 

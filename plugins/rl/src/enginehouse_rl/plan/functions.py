@@ -71,7 +71,8 @@ def find_function(
     always: bool,
     given: Mapping[str, Any] | None = None,
 ) -> tuple[str, Callable[..., Any] | None]:
-    """Find the function or class that the config calls `name`: a registered one, or the user's own `module:function`.
+    """Find the function or class that the config calls `name`: a registered function, or the user's own
+    `module:function`.
 
     The user's own function is imported. A registered function may import torch. It is therefore imported only if
     `always` is true, or if its source does not show that it can be called with just the arguments `given`.
@@ -111,7 +112,7 @@ def check_environment(environment: Callable[..., Any], name: str) -> None:
 
 
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """True if a function can be called with one positional argument, or a class without any."""
+    """True if a function can be called with only one positional argument, or a class without any argument."""
     if isinstance(definition, ast.ClassDef):
         makers = {"__init__", "__new__"}.intersection(getattr(node, "name", "") for node in definition.body)
         return not (makers or definition.bases or definition.keywords or definition.decorator_list)
@@ -125,8 +126,8 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
 def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
     """True if the source shows that a function can be called with `values` after one positional argument.
 
-    This needs each argument to be keyword-only, with an annotation made of Python's own types and pydantic's `Field`.
-    For a class, the source can show only that it can be called without arguments.
+    The source shows this only if each argument is keyword-only, with an annotation made of Python's own types and
+    pydantic's `Field`. For a class, the source can show only that it can be called without arguments.
     """
     if not values or not isinstance(definition, ast.FunctionDef):
         return _needs_nothing(definition) and not values

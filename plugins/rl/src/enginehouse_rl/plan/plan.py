@@ -156,7 +156,7 @@ class PlayPlan(RunPlan):
         is_single_turn: true if this is the built-in environment `single_turn`.
         vocabulary: the number of tokens that every model of the run knows; None if unknown.
         most_tokens: the maximum length in tokens of a sample that every model can read; None if unknown.
-        advantage_needs: the columns that the advantage reads; None: all but texts.
+        advantage_needs: the columns that the advantage reads; None: all columns except texts.
         keep: the filter of groups; None: the run trains on all groups.
         prompt_limit: the maximum number of tokens of a prompt.
         benchmarks: the benchmarks that the model answers beside the files of held-out prompts.
@@ -188,7 +188,8 @@ class Plan(PlayPlan):
 
     Attributes:
         old_logprobs: role whose logprobs are the denominator of the policy ratio, `"rollout"` or `"actor"`.
-        loss: the actor's loss, with the arguments that come from other sections, except those of the KL term.
+        loss: the actor's loss with its arguments, including arguments from other sections of the config, but without
+            the arguments of the KL term.
         critic_loss: the critic's loss; None without a critic.
     """
 

@@ -31,7 +31,8 @@ class RowColumns:
 
 
 def list_columns(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
-    """Return the columns of a file's rows, without the prompt; `name` stands for the rows that have the first shape."""
+    """Return the columns of a file's rows, without the prompt. In messages, `name` names the rows of the first shape,
+    and `where` names other rows."""
     groups = []
     for number, shape in enumerate(shapes):
         more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
@@ -51,7 +52,7 @@ def check_reward_columns(
 
     Args:
         function: the reward; None: only names are checked.
-        key: the key of its section of the config.
+        key: the key of the reward's section in the config.
         gets: the names of the arguments that the run passes to every reward.
 
     Raises:

@@ -120,8 +120,8 @@ class RowMeter:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if rows must be tokenized, because the length of a text does not bound its tokens, or a token may be
-        unknown."""
+        """True if rows must be tokenized: the length of a text does not bound its number of tokens, or the model may
+        lack an embedding for a token."""
         data = self.data
         renders = data.chat_template or data.system is not None or data.tools or data.template_arguments
         return bool(renders) or self.tokenizer.has_more

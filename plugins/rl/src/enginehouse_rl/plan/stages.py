@@ -25,7 +25,7 @@ class StagePlan:
     Attributes:
         name: the name of the stage in messages.
         stage: `"module:Class"` of an `enginehouse_rl.steps.stage.BatchStage`.
-        needs: the columns that it reads; None: all but texts.
+        needs: the columns that it reads; None: all columns except texts.
         adds: the columns that it adds or changes.
         record: the record of a plugin's stage; None for a built-in stage.
         role: the role of the model that a plugin's stage has; empty if the stage has no model.
@@ -44,8 +44,8 @@ class StagePlan:
 def find_own_stages(
     findings: Findings, plugins: PluginManager, config: Config, needs: Sequence[str] | None
 ) -> dict[str, Stage]:
-    """Return, by name, the stages of plugins that the config names or that add a column of `needs`, the columns that
-    the advantage reads."""
+    """Return the plugins' stages that a step needs, by name. The config names a stage, or the stage adds a column of
+    `needs`, the columns that the advantage reads."""
     records: dict[str, Stage] = {}
     for name, section in config.stages.items():
         try:
@@ -81,8 +81,8 @@ def plan_stages(
     """Plan the stages of a step, and reject a stage that needs a column which no earlier stage adds.
 
     Args:
-        needs: the columns that the advantage reads; None: all but texts.
-        uses_reference: true if a KL term or the advantage compares with a reference.
+        needs: the columns that the advantage reads; None: all columns except texts.
+        uses_reference: true if a KL term or the advantage compares the policy with a reference.
         old_logprobs: role whose logprobs are the denominator of the policy ratio.
     """
     stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))
@@ -126,5 +126,5 @@ def _order_stages(
 
 
 def _pick_penalized(needs: Sequence[str]) -> str:
-    """Return the column from which the KL term is subtracted, chosen by the columns that the advantage reads."""
+    """Return the column for the KL term in the reward, chosen by the columns that the advantage reads."""
     return next((name for name in ("kl_penalty", "token_rewards") if name in needs), "reward")

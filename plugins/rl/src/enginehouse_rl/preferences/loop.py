@@ -97,7 +97,8 @@ class PreferenceTrainer(Loop):
 def split_items(items: int, each: int) -> list[range]:
     """Split the indices of `items` items into ranges of `each` items.
 
-    A single last item joins the part before it, because KTO needs the responses of at least two items.
+    If the last range would have a single item, this item joins the range before it, because KTO needs the responses of
+    at least two items.
     """
     starts = [*range(0, items, each)]
     if len(starts) > 1 and items - starts[-1] == 1:

@@ -39,7 +39,8 @@ class WeightedRewards:
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
-        """Return a function that scores rows as requests arrive on one event loop. For `rows`, see `Scorer`."""
+        """Return a function that scores rows as requests arrive on one event loop. `rows` has the same meaning as in
+        `Scorer`."""
         scorers = [Scorer(pool, rows) for pool in self._pools]
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
@@ -60,7 +61,7 @@ class WeightedRewards:
         return score
 
     def make_benchmark_scorer(self, rows: int) -> Scoring:
-        """Return a function that scores responses to a benchmark. For `rows`, see `Scorer`."""
+        """Return a function that scores responses to a benchmark. `rows` has the same meaning as in `Scorer`."""
         assert self._benchmarks is not None  # the plan has a benchmark
         return Scorer(self._benchmarks, rows)
 
@@ -71,7 +72,7 @@ class WeightedRewards:
         """Combine a row's scores into one.
 
         A failed reward counts as 0 if the run continues, and a reward that abstains is left out. The answer is the
-        first one that a reward returned.
+        first answer that a reward returned.
 
         Raises:
             RewardError: All rewards abstain, and a row without a score ends the run.
@@ -142,7 +143,8 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
 
 
 def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
-    """Make the pool in which lm-eval scores. A response that it cannot score counts as 0 and as a failure."""
+    """Make the pool in which lm-eval scores. A response that lm-eval cannot score gets the reward 0, and counts as a
+    failure."""
     section = plan.config.reward
     return RewardPool(
         "enginehouse_rl.benchmarks.scoring:score",

@@ -19,8 +19,8 @@ class StepClock:
     clock.metrics()     # {"time/step": 0.31, "time/generate": 0.30}
     ```
 
-    If a phase occurs twice in a step, its seconds are added. A phase inside another phase counts for both. A phase
-    outside any step is only drawn. A phase that raises an error is drawn and counted too.
+    If a phase occurs twice in a step, its seconds are added. The seconds of a nested phase count for both phases. A
+    phase outside any step is only drawn. A phase that raises an error is drawn and counted too.
 
     Attributes:
         timeline: The timeline to draw on; None: nothing is drawn.

@@ -140,7 +140,8 @@ class RunDirectory:
             )
 
     def _empty(self) -> None:
-        """Delete an earlier run. Its marker goes last, so that an interrupted deletion can be repeated."""
+        """Delete an earlier run. The file that marks the directory as a run directory is deleted last, so that an
+        interrupted deletion can be repeated."""
         entries = [entry for entry in self.path.iterdir() if entry.name != run_lock.LOCK_FILE]
         for entry in sorted(entries, key=lambda entry: entry.name == RUN_MARKER):
             if entry.is_dir() and not entry.is_symlink():

@@ -29,7 +29,7 @@ SHORTEST = 0.01
 
 
 class Line(NamedTuple):
-    """A line of the display and its rank. If not all lines fit, those with the largest rank are left out first."""
+    """A line of the display and its rank. If not all lines fit, the lines with the largest rank are left out first."""
 
     text: Text
     rank: int

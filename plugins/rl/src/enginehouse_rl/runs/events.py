@@ -36,7 +36,7 @@ Emit = Callable[..., None]
 def events_on_stdout() -> Iterator[Emit]:
     """Take over standard output, and yield the function that writes events there.
 
-    Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. If the reader goes
+    Meanwhile other output, for example from a library, a reward or a worker, goes to standard error. If the reader goes
     away, the run continues without it. Nothing is written after `end`, even if a slow shutdown is cut off.
     """
     has_ended = False

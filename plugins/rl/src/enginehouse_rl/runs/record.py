@@ -76,7 +76,7 @@ class RunRecord:
 
     def finish(self, status: Status, steps: int, error: str | None) -> None:
         """Record the end of the run, its number of steps, and its error if it failed. On a full disk, leave out entries
-        until the record fits into the space of the old one.
+        until the record fits into the space of the old record.
 
         Raises:
             OSError: The record cannot be written even then.

@@ -73,7 +73,8 @@ class SavedModels:
         return place
 
     def is_best(self, metric: str, value: float) -> bool:
-        """True if `value` is larger than the value of the best model so far, or if no model is the best by `metric`."""
+        """True if `value` is larger than the value of the best model so far, or if no saved model was chosen by
+        `metric`."""
         best = self.record.content.get("best")
         if not (self._run_path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
             return not math.isnan(value)

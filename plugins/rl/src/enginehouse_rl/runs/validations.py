@@ -8,8 +8,8 @@ from collections.abc import Mapping
 SHOWN = 10
 """Maximum number of parts of a validation (files, and values of `evaluation.by`) in a line or a summary."""
 BEST_MARGIN = 2.0
-"""Number of standard errors by which a validation must be below the best one to count as worse. The best of several
-validations is partly luck."""
+"""Number of standard errors by which a validation must be below the best validation to count as worse. The best of
+several validations is partly luck."""
 
 _STDERR = "_stderr"
 REWARD, ERROR = "reward", f"reward{_STDERR}"
@@ -108,7 +108,8 @@ class Validations:
         return any(self.describe_decline(part) for part in _list_parts(self._validations[-1][1]))
 
     def describe_decline(self, part: str = "validation") -> str:
-        """Describe how a part of the last validation is worse than the first or the best one; empty if it is not.
+        """Describe how a part of the last validation is worse than in the first or in the best validation; empty if it
+        is not.
 
         It is worse than the first if the difference exceeds the standard error of the difference. It is worse than the
         best if the difference exceeds `BEST_MARGIN` standard errors.

@@ -26,7 +26,7 @@ _OF_PHASES = {"old_logprobs": "actor", "score": "actor", "values": "critic"}
 
 
 def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
-    """Return the seconds of a step for each cause in `WORDS`; unexplained seconds count for the controller.
+    """Return the seconds of a step for each cause in `WORDS`. Unexplained seconds are attributed to the controller.
 
     Args:
         row: The step's metrics. Except for `time/step`, values that are no numbers count as 0.

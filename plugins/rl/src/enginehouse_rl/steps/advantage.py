@@ -43,7 +43,7 @@ def fetch_columns(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch
     Args:
         batch: A step's samples. Missing `token_rewards` become 0, missing `old_logprobs` become the rollout's logprobs,
             and a missing `KL_PENALTY` is left out.
-        needs: The names of the columns; None: all but texts.
+        needs: The names of the columns; None: all columns except texts.
     """
     if needs is None:
         return fill_defaults(batch.drop(list(TEXTS)).fetch())

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 
 class KLInRewardStage(BatchStage):
-    """Subtracts the KL term from the planned reward column, and reports the mean divergence as the metric `kl`. With
-    `algorithm.kl.place=loss` there is no such stage, because the loss computes the KL term."""
+    """Subtracts the KL term from the rewards, and reports the mean divergence as the metric `kl`.
+
+    The plan chooses the column from which the term is subtracted (`planned.adds`): `reward` or `token_rewards`. If the
+    plan chooses `kl_penalty`, the term is stored in this column, and the rewards stay unchanged. With
+    `algorithm.kl.place=loss` there is no such stage, because the loss computes the KL term.
+    """
 
     phase = "reference"
 

@@ -147,7 +147,7 @@ def _find_records(
     checks: Sequence[str] | None = None,
     model: ModelUnderTest = TINY,
 ) -> list[Record]:
-    """Return the records of a name, of every kind that has the chosen layouts and checks.
+    """Return the records that have a name, one of each kind. Records without the chosen layouts or checks are left out.
 
     Raises:
         UserError: nothing has the name, or a layout or check does not exist.
@@ -225,7 +225,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _list(name: str | None, kind: str | None) -> None:
-    """List the checks of a kind, of all kinds of a name, or of all kinds."""
+    """List the checks of `kind`. Without a kind, list the checks of every kind that has a record called `name`. Without
+    either, list all checks."""
     from enginehouse_testing.checks import checks_of
 
     kinds = [kind] if kind else [record.kind for record in _find_records(name, None)] if name else KINDS
@@ -307,7 +308,11 @@ def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
 
 
 def _show(certificate: Certificate, console: Console) -> None:
-    """Print a line for each check, with a column for each layout and a column for the worst result between layouts."""
+    """Print a table: a row for each check, and a column for each layout.
+
+    Some checks save a checkpoint in one layout and load it in another. A last column, `between`, shows the worst result
+    of such a check over all pairs of layouts.
+    """
     from rich.table import Table
 
     results = certificate.checks

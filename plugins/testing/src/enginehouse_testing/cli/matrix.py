@@ -115,7 +115,8 @@ def matrix(
 def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, command: str) -> MatrixFindings:
     """Return the findings of a page, with the command that makes the page again.
 
-    That is `command`. If `model` is not the tiny models, a command that the page already has is kept.
+    This command is `command`. But if `model` is a user's model and the page already has a command, that command is
+    kept.
     """
     from enginehouse_testing.matrix.findings import earlier_findings
 

@@ -1,4 +1,4 @@
-"""Options of commands that can take another model than the tiny ones."""
+"""Options of commands that can use a user's model instead of the tiny models."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RuntimeReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The choice of `auto` here: a name, or empty, and the reason."""
+    """The choice that `auto` makes on this machine: a name, empty if nothing fits, and the reason."""
 
     name: str
     why: str
@@ -209,7 +209,8 @@ def examine_plugins(name: str | None, begins: Begins) -> ExaminationReport:
 
 
 def _load_harmless(examinations: Sequence[tuple[Candidate, Examined | None]]) -> PluginManager:
-    """Load all plugins, except those that failed in the examination. These get the state that it found."""
+    """Load all plugins except the plugins that failed in the examination. Failed plugins get the state that the
+    examination found."""
     bad = {
         candidate[0].name: examined
         for candidate, examined in examinations
@@ -457,7 +458,7 @@ class _Examination:
         yield from self._faults(examined, lambda named: named == (record.kind, record.name), interpreter.name)
 
     def _check_names(self) -> Iterator[Finding]:
-        """Yield the names that both the plugin and another distribution offer."""
+        """Yield a finding for each record of the plugin whose name another distribution offers too."""
         for record in self.plugin.records:
             providers = self.manager.providers(record.kind, record.name)
             if len(providers) > 1:
@@ -465,7 +466,7 @@ class _Examination:
                 yield Finding(what=what, where=self.file, cure=self.blocking)
 
     def _upgrade_for_contract(self) -> str:
-        """Return the command that upgrades the older side of the contract."""
+        """Return the command that upgrades enginehouse or the plugin, whichever has the older contract version."""
         try:
             newer = tuple(map(int, self.plugin.protocol.split("."))) > CONTRACT
         except ValueError:
@@ -514,7 +515,8 @@ def _choose_interpreter(record: Backend, device: str) -> tuple[Interpreter | Non
 
 
 def _pick_transports(manager: PluginManager, device: str, examined: Sequence[PluginReport]) -> Iterator[PairReport]:
-    """Yield the transport for each pair of backends that can run here and of which an examined plugin declares one."""
+    """Yield the transport for each pair of backends that can run here. An examined plugin must declare at least one of
+    the two backends."""
     owners = [(plugin.distribution, plugin.name) for plugin in examined]
     usable: list[tuple[Any, Interpreter, bool]] = []
     for kind in (TrainBackend, RolloutBackend):

@@ -56,7 +56,7 @@ def promised() -> Mapping[str, frozenset[str]]:
 
 
 def off_contract(imported: Import) -> tuple[bool, str]:
-    """Return whether an import fails, and a description of the mistake; empty if the contract has the name."""
+    """Return True if an import fails, and a description of the mistake, which is empty if the contract has the name."""
     tops = {module.partition(".")[0] for module in promised()}
     module, name = imported.module, imported.name
     address = f"{module}.{name}".rstrip(".")
@@ -96,7 +96,8 @@ def _exists(imported: Import) -> bool:
 
 
 def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Iterator[tuple[Import, str]]:
-    """Yield the first import from, and the name of, each installed distribution that the plugin does not require."""
+    """Find the installed distributions from which a plugin imports without requiring them. For each of them, yield the
+    first import and the distribution's name."""
     owners = {name: list(names) for name, names in metadata.packages_distributions().items()}
     for entry_point in find_entry_points():  # those of a checkout have no files that tell
         if entry_point.dist is not None:
@@ -111,7 +112,8 @@ def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Itera
 
 
 def _brought_by(plugin: Plugin) -> set[str]:
-    """Return the distributions that come with a plugin's distribution, its extras and its records' requirements."""
+    """Return the distributions that are installed together with a plugin: by its distribution, its extras, and the
+    requirements of its records."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     named = [text for record in plugin.records for text in getattr(record, "requires", ())]

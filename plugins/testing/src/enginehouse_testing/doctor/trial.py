@@ -21,10 +21,10 @@ from enginehouse.plugin import guard
 from enginehouse.plugin.loaded import Plugin
 
 LONGEST_SECONDS = 3600.0
-"""Longest time an examination may take if the clock of the other process fails."""
+"""Time limit for an examination, for the case that the time limits inside the other process fail."""
 
 RECORD_SECONDS = 300.0
-"""Longest time the examination of a record may take, because importing an engine takes a while."""
+"""Time limit for examining a record. It is long, because importing an engine takes a while."""
 
 _PROGRAM = """
 import faulthandler, json, sys
@@ -62,7 +62,7 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
 
     Args:
         candidate: the plugin.
-        python: interpreter of another Python environment; None: this one.
+        python: interpreter of another Python environment; None: this environment.
         env: environment variables for that interpreter.
 
     Returns:

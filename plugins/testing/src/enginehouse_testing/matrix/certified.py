@@ -31,8 +31,8 @@ def certified(
     model: ModelUnderTest = TINY,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
 ) -> dict[str, Any]:
-    """Return the summary of a part's certificate, `<kind>/<name>/certificate.json` in a directory. For another model
-    than the tiny ones, the file is in a subfolder of the model.
+    """Return the summary of a part's certificate, `<kind>/<name>/certificate.json` in a directory. For a user's model,
+    the file is in a subfolder of the model.
 
     Args:
         provided: a backend or a transport, and its plugin.
@@ -78,7 +78,7 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
         `backend`, `kind`, label of the `model`, `passed`, `written`, `versions` where it ran, checked `layouts`,
         `counts` of outcomes, a line for each check that `failed`, and `nearest`: `name`, `layout`, `measured` and
         `tolerance` of the result that comes nearest to its tolerance, or None if no check has a tolerance above 0. For
-        another model than the tiny ones also `measured`: all results with such a tolerance.
+        a user's model also `measured`: all results with such a tolerance.
     """
     checks = certificate["checks"]
     layouts = [layout for check in checks for layout in check["layout"].split(" -> ") if layout]

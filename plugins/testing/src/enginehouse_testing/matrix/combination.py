@@ -35,7 +35,7 @@ class Combination:
     """A training backend, a rollout backend and a weight transport, by name.
 
     Attributes:
-        model: label of the model in the run; empty: the tiny one in float32.
+        model: label of the model in the run; empty: the tiny model in float32.
     """
 
     train: str
@@ -95,7 +95,8 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
 
 
 def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]], model: str = "") -> list[Combination]:
-    """Return all combinations of the chosen names with a model. A kind without chosen names has all its names."""
+    """Return all combinations of the chosen names with a model. If no names of a kind are chosen, all names of that
+    kind are combined."""
     parts = product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))
     return [Combination(train, rollout, transport, model) for train, rollout, transport in parts]
 
@@ -126,9 +127,9 @@ def planned(
 ) -> Planned:
     """Put a combination into the shared `config`, with run directory `directory`, and check it.
 
-    Each backend has a layout of the conformance suite. Training has the first declared layout with `setting.processes`
-    processes, or with the next smaller number; the rollout has its first layout for one process. Actor and rollout
-    share processes if the transport works only within a process.
+    Each backend gets a layout that the conformance suite checks. The training backend gets its first declared layout
+    with `setting.processes` processes, or with the next smaller number. The rollout backend gets its first layout for
+    one process. Actor and rollout share processes if the transport works only within a process.
 
     Raises:
         UserError: the combination is not possible; the message has the reason.

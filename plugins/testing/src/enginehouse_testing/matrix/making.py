@@ -60,7 +60,8 @@ class MatrixMaker:
     model: ModelUnderTest = TINY
 
     def certify(self, chosen: Sequence[Combination], *, make: bool, again: bool = False) -> bool:
-        """Read the certificates of all parts. With `make`, make missing ones; with `again`, make all.
+        """Read the certificates of all parts. With `make`, make missing certificates. With `again`, make all
+        certificates anew.
 
         Returns:
             True if no certificate has a failed check, and no earlier certificate is missing now.
@@ -108,8 +109,8 @@ class MatrixMaker:
         return clean
 
     def _add(self, finding: MatrixRow | dict[str, Any], message: str, *, lost: bool, failed: bool) -> bool:
-        """Add a finding. `lost` means that it has no result but the earlier finding has one: the earlier one is then
-        kept. Return True if the finding is neither lost nor failed."""
+        """Add a finding, and return True if it is neither lost nor failed. A finding is lost if it has no result, but
+        the earlier finding has one. The earlier finding is then kept."""
         if lost:
             message = f"{message}; the earlier result is kept"
         else:

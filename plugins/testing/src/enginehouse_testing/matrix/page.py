@@ -25,7 +25,7 @@ CHECKED_COLUMNS = ("kind", "name", "check", "measured", "tolerance")
 OUTCOMES = ("passed", "failed", "not run", "not declared")
 CERTIFICATE_COLUMNS = ("kind", "name", "certificate", *OUTCOMES, "layouts", "nearest", "written")
 BUSY = 0.2
-"""Number of cores kept busy by others, above which the page says that a row's times are too long."""
+"""Number of cores that other programs keep busy. Above it, the page says that the times of a row are too long."""
 
 
 def render(findings: MatrixFindings, data: str) -> str:
@@ -126,7 +126,7 @@ def _runs(rows: Sequence[MatrixRow]) -> list[str]:
 
 
 def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List runs and certificates of other models than the tiny ones in float32, with tables for each model."""
+    """List runs and certificates of all models except the tiny models in float32, with tables for each model."""
     models = list(dict.fromkeys([*(row.model for row in rows), *(summary["model"] for summary in certificates)]))
     if not models:
         return []

@@ -23,12 +23,14 @@ class Figures:
     """Figures from a run's own metrics. Medians leave out the first step if there are several.
 
     Attributes:
-        mean_difference: mean over all steps of the mean absolute difference of logprobs, rollout against trainer, nats.
-        max_difference: the largest difference of any token, nats.
+        mean_difference: mean absolute difference between the logprobs of rollout and trainer, in nats, averaged over
+            all steps.
+        max_difference: the largest such difference of any token, in nats.
         update_seconds: median time of a weight update, from the start at the actor to verified replicas.
-        tokens_per_second: median of the tokens that the rollout generated in a step over the seconds that it took.
+        tokens_per_second: number of tokens that the rollout generated in a step, divided by the seconds that it took;
+            median over the steps.
         update_mib: size of the weights.
-        kl: mean over all steps of the k3 estimate of the trainer's divergence from the rollout, nats; None: unknown.
+        kl: k3 estimate of the trainer's divergence from the rollout, in nats, averaged over all steps; None: unknown.
     """
 
     mean_difference: float
@@ -45,7 +47,7 @@ class MatrixRow:
     """One combination.
 
     Attributes:
-        model: label of the model; empty: the tiny one in float32.
+        model: label of the model; empty: the tiny model in float32.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
         reason: the reason why it failed or did not run; else empty.
         figures: figures of a run that ended, even if they exceed the tolerance.
@@ -54,7 +56,7 @@ class MatrixRow:
         placement: `"colocated"` or `"separate"`.
         standing: versions that the run depended on, by the kind of the part: what `matrix.standing.standing` returns.
         overrides: changes to the shared config for this run.
-        busy_cores: number of cores that others kept busy before the run began.
+        busy_cores: number of cores that other programs kept busy before the run began.
         begun: time when the run began, ISO 8601 in UTC.
         seconds: duration of the run, with the start and end of its processes.
     """

@@ -51,7 +51,7 @@ def run(
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Return the number of cores that others keep busy, measured while this process does nothing."""
+    """Return the number of cores that other programs keep busy, measured while this process does nothing."""
     return round(psutil.cpu_percent(seconds) / 100 * (os.cpu_count() or 1), 2)
 
 

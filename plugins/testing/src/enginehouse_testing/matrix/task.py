@@ -1,6 +1,7 @@
 """The task of every matrix run: a tiny model with random weights, or the user's model, gets rewards for digits.
 
-Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
+Rewards differ between samples from the first step on, so each step changes the weights and each update brings new
+weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from enginehouse_testing.model_under_test import TINY, ModelUnderTest
 PROMPTS = 64
 PROMPTS_A_STEP, SAMPLES_A_PROMPT, RESPONSE_TOKENS = 8, 8, 32
 MOST_TOKENS = 128
-"""Longest sequence of a rollout, because a layout's cache may have no room for the longest of the user's model."""
+"""Maximum length in tokens of a rollout's sequence. A layout's cache may have no room for the longest sequence of the
+user's model."""
 LEARNING_RATE, REAL_LEARNING_RATE = 1e-3, 2e-5
 """Learning rates of the tiny models, and of a user's model."""
 CALL_SECONDS = 900.0

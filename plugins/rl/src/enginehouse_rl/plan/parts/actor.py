@@ -27,7 +27,7 @@ LEAST_ADAPTER_RATE = 1e-5
 served weights show a hundredth of the change that the first step makes."""
 
 _EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
-"""Matches the last part of an embedding's name. Its weight has two dimensions, like that of a linear layer."""
+"""Matches the last part of an embedding's name. Its weight has two dimensions, like the weight of a linear layer."""
 
 
 def place_actor(run: Draft[AnyConfig]) -> RoleEngine:

@@ -12,10 +12,10 @@ class AdvantagePart(Part[Config]):
     """The advantage.
 
     Attributes:
-        needs: the columns that the advantage reads, as its record lists them; None: all but texts.
+        needs: the columns that the advantage reads, as its record lists them; None: all columns except texts.
         own_stages: the stages that plugins provide, by name.
         needed: the columns that the advantage or one of these stages reads.
-        uses_reference: true if one of these columns comes from a reference model, or a KL term compares with one.
+        uses_reference: true if one of these columns comes from a reference model, or a KL term needs such a model.
         compares: true if the advantage compares the samples of a prompt with each other.
     """
 
@@ -38,7 +38,7 @@ class AdvantagePart(Part[Config]):
         self._check_rewards_are_read()
 
     def _check_rewards_are_read(self) -> None:
-        """Reject reward settings that have no effect, because the advantage does not read the columns they change."""
+        """Reject reward settings without an effect: the advantage does not read the columns that they change."""
         config, needs = self.config, self.needs
         if needs is None:
             return

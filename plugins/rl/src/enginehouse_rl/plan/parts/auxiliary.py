@@ -46,7 +46,8 @@ class AuxiliaryPart(Part[C]):
         return self.run.roles.get(self.name)
 
     def read(self) -> None:
-        """Read the role's model, unless it is the actor's model, and check that it uses the actor's tokens."""
+        """Read the model of the role, and check that it uses the same tokens as the actor's model. Do nothing if the
+        role uses the actor's model."""
         run, path = self.run, self.section.path
         run.models[self.name] = {}
         if not path:
@@ -58,8 +59,8 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check by its `config.json` that a model meets the requirements of the role. Not called if the role uses the
-        actor's model."""
+        """Check, by the `config.json` of a model, that the model meets the requirements of the role. Not called if the
+        role uses the actor's model."""
 
     def place(self, optimizer_steps: int) -> None:
         """Add the role with its engine and processes, and let the engine check the model.
@@ -106,7 +107,7 @@ class AuxiliaryPart(Part[C]):
             engine.check_model(run[ModelPart].json, run.roles[self.name].model)
 
     def check_scores(self, path: str) -> None:
-        """Reject a model without a value head, for a role that scores."""
+        """Reject a model without a value head. Called for roles that compute scores."""
         names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
@@ -173,10 +174,11 @@ class CriticPart(AuxiliaryPart[Config]):
 
 
 class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
-    """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base model.
+    """The frozen model with which DPO, a KL term or an advantage compares the policy. A run has no such role if the
+    actor's own base model serves as reference.
 
     Attributes:
-        used: true if anything compares with a reference.
+        used: true if the run compares the policy with a reference.
     """
 
     name = "reference"
@@ -249,7 +251,8 @@ class RewardModelPart(AuxiliaryPart[Config]):
 
 
 class EvalRewardModelPart(RewardModelPart):
-    """The reward model of an evaluation. It has its own processes, because an evaluation has no actor."""
+    """The reward model of an evaluation. It has its own processes, because an evaluation has no actor whose processes
+    it could share."""
 
     @property
     def section(self) -> AuxiliaryModelConfig:

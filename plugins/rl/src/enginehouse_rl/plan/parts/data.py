@@ -36,7 +36,7 @@ class DataPart(Part[C]):
         raise NotImplementedError
 
     def find_longest(self) -> tuple[int, str]:
-        """Return the number of tokens of the longest row, and a description if some of them are generated."""
+        """Return the number of tokens of the longest row, and a description if some of these tokens are generated."""
         return self.limit.tokens, ""
 
     def find_longest_answered(self) -> int:
@@ -171,7 +171,7 @@ def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) 
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Describe how often the run uses each source; `drawn` as for `describe_rows`."""
+    """Describe how often the run uses each source. `drawn` has the same meaning as in `describe_rows`."""
     if len(sources) == 1:
         return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)

@@ -126,7 +126,8 @@ class Draft(Generic[C]):
         return ModelSpec(os.path.abspath(path), dtype=self.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
 
     def records(self, kind: type[R], name: str | None = None) -> list[R]:
-        """Return all records of a kind, even unusable ones; with a name, only those that the name may refer to."""
+        """Return all records of a kind, even unusable ones. With a name, return only records that the name may refer
+        to."""
         return [record for record, _ in self.plugins.providers(kind, name) if isinstance(record, kind)]
 
     def call(
@@ -142,8 +143,8 @@ class Draft(Generic[C]):
 
         Args:
             others: names of further arguments, which the function's record does not list.
-            taken: further arguments, which the function's record asks for (`Loss.taken_from`). The function is not
-                imported only to check these.
+            taken: further arguments, which the function's record asks for (`Loss.taken_from`). They are checked if the
+                function is imported for another reason, but the function is not imported to check them.
 
         Returns:
             The function with all arguments except `others`. Its reference is empty if a problem was found.

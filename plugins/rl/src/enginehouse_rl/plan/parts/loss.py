@@ -24,10 +24,11 @@ class LossPart(Part[Config]):
     """The losses of actor and critic.
 
     Attributes:
-        call: the actor's loss, with the arguments that come from other sections, except those of the KL term.
+        call: the actor's loss with its arguments, including arguments from other sections of the config, but without
+            the arguments of the KL term.
         critic: the critic's loss; None without a critic.
         old_logprobs: the role whose logprobs are the denominator of the policy ratio.
-        why_actor: the reason for using the actor's logprobs; empty if the config chooses them.
+        why_actor: the reason for using the actor's logprobs; empty if the config chooses the actor.
     """
 
     call: FunctionCall
@@ -121,7 +122,8 @@ class LossPart(Part[Config]):
         return arguments
 
     def _check_kl(self) -> None:
-        """Check that the KL term has an effect, and that the config sets none of its arguments on the loss itself."""
+        """Check that the KL term has an effect, and that the arguments of the loss in the config include no argument of
+        the KL term."""
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(

@@ -12,8 +12,8 @@ from enginehouse_rl.plan.tokenizers import vocabulary
 
 
 class ModelPart(Part[AnyConfig]):
-    """The model that is trained or evaluated, and its tokenizer. Other roles also start from this model, unless they
-    have a path of their own.
+    """The model that is trained or evaluated, and its tokenizer. Other roles also start from this model, unless the
+    config gives them another path.
 
     Attributes:
         json: the content of `config.json`; empty if the model has a problem.

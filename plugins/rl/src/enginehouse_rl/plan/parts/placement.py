@@ -25,8 +25,8 @@ class ProcessesPart(Part[C]):
     """The processes of all roles, and the devices that they need.
 
     Attributes:
-        not_shared: if there are too few GPUs, the reason why the rollout does not share the actor's GPUs, or the
-            setting with which it would share them; otherwise empty.
+        not_shared: the reason why the rollout does not share the actor's GPUs, or the setting with which it would share
+            them. Empty if there are enough GPUs.
     """
 
     not_shared = ""
@@ -60,7 +60,7 @@ class ProcessesPart(Part[C]):
         self._check_cores()
 
     def check_inline(self) -> None:
-        """Check that an inline run needs no processes besides the actor's."""
+        """Check that an inline run needs no processes besides the processes of the actor."""
         config, separate = self.config, own_processes(self.run.roles)
         for name, section in list_auxiliaries(config).items():
             if name in separate and config.cluster.launcher == "inline":

@@ -17,7 +17,8 @@ from enginehouse_rl.plan.parts.placement import PlacementPart
 class WeightsPart(Part[Config]):
     """The transports of weights.
 
-    `weights.transport` is the transport to the rollout; it also serves another role if it reaches that role.
+    `weights.transport` chooses the transport to the rollout. Another role uses this transport too if it reaches that
+    role.
     """
 
     reason = ""

@@ -18,8 +18,8 @@ VALIDATION_STEP = "validation/step"
 class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
-    Validations have a separate axis, `validation/step`: the result of a validation that runs beside later steps comes
-    after these steps, but Weights & Biases accepts no rows of past steps. After `--resume` the same run of Weights &
+    Validations have a separate axis, `validation/step`. The reason is that a validation may run beside later steps and
+    end after them, but Weights & Biases accepts no rows of past steps. After `--resume` the same run of Weights &
     Biases continues; repeated steps keep their first metrics.
 
     Args:

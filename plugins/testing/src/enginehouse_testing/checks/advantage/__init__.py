@@ -47,7 +47,7 @@ def _order(trial: AdvantageTrial) -> Measured:
 
 @CHECKS.act()
 def _labels(trial: AdvantageTrial) -> Measured:
-    """Group numbers only say which rows belong together."""
+    """Advantages do not depend on which numbers the groups have."""
     batch = trial.samples()
     renumbered = batch.with_columns(group=1_000_003 - 17 * batch["group"])
     return _difference(trial.credits(renumbered), trial.credits(batch), "with other numbers for the same groups, ")

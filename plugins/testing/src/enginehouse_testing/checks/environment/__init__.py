@@ -15,10 +15,10 @@ from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 
 BLOCKED_SECONDS = 0.25
-"""Longest time an environment may block the event loop, in the best of `TRIES` plays."""
+"""Longest time in seconds for which an environment may block the event loop, in the best of `TRIES` plays."""
 TRIES = 3
 TURNS_APART = 100
-"""Turns of the event loop between the ends of two requests."""
+"""Number of turns of the event loop between the ends of two requests."""
 CANCEL_SECONDS = 5.0
 """Longest time in which an environment may end after it is cancelled."""
 

@@ -30,7 +30,7 @@ def _value(trial: LossTrial) -> str:
 
 @CHECKS.act()
 def _cut(trial: LossTrial) -> Measured:
-    """Loss, weight, metrics and gradients do not depend on how rows are cut into micro-batches."""
+    """Loss, weight, metrics and gradients do not depend on how rows are split into micro-batches."""
     batch = trial.samples()
     whole = trial.totals([batch])
     rows = len(batch)

@@ -54,7 +54,7 @@ def _odd_responses(trial: RewardTrial) -> str:
 
 @CHECKS.act()
 def _quiet(trial: RewardTrial) -> Measured:
-    """It prints nothing, because a run shows its output only if a row fails."""
+    """It prints nothing, because a run shows what a reward prints only if a row fails."""
     rows = [row for row, score in zip(trial.rows(), trial.scores(trial.rows()), strict=True) if not score.failure]
     if not rows:
         return Measured(0.0, "no row has a score")

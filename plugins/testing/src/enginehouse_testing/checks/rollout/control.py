@@ -16,9 +16,9 @@ from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, sampled
 
 PROMPT, OTHER, LATE = [5, 6, 7], [9, 8], [4, 4, 10, 12]
 LONG = 1600
-"""Tokens of a request that will be interrupted."""
+"""Number of tokens of a request that will be interrupted."""
 ATTEMPTS = 5
-"""Attempts to interrupt a request before it ends, because on a busy machine this process may not get its turn."""
+"""Maximum number of attempts to interrupt a request before it ends. On a busy machine, an attempt may come too late."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 Paused = tuple[SampledCompletion, SampledCompletion, int]
@@ -30,7 +30,7 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 @FIRST.act(since="1.1")
 async def _overtaking(replica: ReplicaTrial) -> str:
-    """A short request that came later is answered while a long one still runs, because requests are batched
+    """A short request that came later is answered while a long request still runs, because requests are batched
     continuously."""
     for _ in range(ATTEMPTS):
         running = await replica.start_request(PROMPT, max_tokens=LONG, **GREEDY)
@@ -122,7 +122,8 @@ async def _pause(replica: ReplicaTrial, mode: PauseMode, tokens: int) -> Paused:
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
-    """Compare the request made before the pause with the old model, and the request made during it with the new."""
+    """Compare the request from before the pause with the old model, and the request during the pause with the new
+    model."""
     if early.last >= version:
         return wrong(f"a request that ended before version {version} was served reports version {early.last}")
     return larger(

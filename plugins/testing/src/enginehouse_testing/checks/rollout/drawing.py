@@ -52,7 +52,8 @@ async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
 
 @CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
 def greedy(completions: Completions, model: str = "tied") -> Measured:
-    """At temperature 0 each token is the oracle's most likely token; error as the gap of their logprobs in nats."""
+    """At temperature 0 each token is the oracle's most likely token. The error is the difference of the logprobs of the
+    two tokens, in nats."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
     return wrong(f"a completion must have 24 tokens, not {short[0]}") if short else greedy_error(model, completions)
 
@@ -140,7 +141,8 @@ async def _draw_often(replica: ReplicaTrial) -> Completions:
 
 @CHECKS.judge(_draw_often, tolerance=4.0)
 def distribution(completions: Completions) -> Measured:
-    """Tokens are sampled as often as their probabilities say: chi-square, in standard deviations above its mean."""
+    """Tokens are sampled as often as their probabilities require. The error is chi-square, in standard deviations above
+    its mean."""
     counts = np.bincount([completion.tokens[0] for completion in completions], minlength=VOCABULARY_SIZE)
     if counts.sum() != DRAWS:
         return wrong(f"the request for {DRAWS} completions returned {counts.sum()}")

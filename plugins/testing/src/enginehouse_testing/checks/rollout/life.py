@@ -28,14 +28,15 @@ LOST = "model.layers.1.mlp.up_proj.weight"
 
 CHECKS = Checks(RolloutCheck)
 LAST = Checks(RolloutCheck)
-"""Checks that run after the checks of other models."""
+"""Checks that leave no engine behind. They run after the checks that share an engine."""
 
 
 async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[str]]:
-    """Put the cache to sleep, then twice the whole engine, and wake what slept each time.
+    """Put the cache to sleep and wake it. Then put the whole engine to sleep and wake it, twice.
 
     Returns:
-        The completions after each waking (the last after an update to another model), and descriptions of mistakes.
+        The completions after each of the three wakings, and descriptions of mistakes. Before the last completion, the
+        engine gets the weights of another model.
     """
     engine, completions, mistakes = replica.engine, list[SampledCompletion](), list[str]()
 

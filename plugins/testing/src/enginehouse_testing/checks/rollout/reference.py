@@ -14,7 +14,7 @@ from enginehouse_testing.prompts import rollout_model
 from enginehouse_testing.replica import SampledCompletion
 
 LOGPROB_TOLERANCE = 2e-4
-"""Nats by which a logprob may differ from the oracle's, both in float32."""
+"""Maximum difference, in nats, between a logprob and the logprob of the oracle, both in float32."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 """Tolerance in nats for a user's model: the relative tolerances of training engines (`checks.train.scores`), times the

@@ -89,8 +89,8 @@ async def _update_by_steps(replica: ReplicaTrial) -> list[tuple[str, list[list[f
 
 @CHECKS.judge(_update_by_steps, since="1.1", capability=capabilities.PROMPT_LOGPROBS, tolerance=0.5)
 def small_updates(steps: list[tuple[str, list[list[float]]]]) -> Measured:
-    """Updates as small as a step at a learning rate of 1e-6 take effect: logprobs of prompts change as in the oracle;
-    error as the fraction of the oracle's change that is missing."""
+    """Updates as small as a step at a learning rate of 1e-6 take effect: logprobs of prompts change as in the oracle.
+    The error is the fraction of the oracle's change that is missing."""
     scores = []
     lengths = [len(row) for row in PROBE]
     for name, scored in steps:

@@ -9,7 +9,7 @@ from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.tracker_trial import Logged, TrackerTrial, steps
 
 MANY = 2_000
-"""Steps of a long run."""
+"""Number of steps of a long run."""
 
 CHECKS = Checks()
 

@@ -1,4 +1,4 @@
-"""The checks of training engines. The simplest come first, because later checks often fail together with them."""
+"""The checks of training engines. The simplest checks come first. If they fail, later checks often fail too."""
 
 from __future__ import annotations
 

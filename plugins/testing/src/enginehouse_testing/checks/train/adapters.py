@@ -62,7 +62,8 @@ def _score_adapted(model: str, adapter: str) -> torch.Tensor:
 @CHECKS.judge(_train, tolerance=1e-5)
 def lora(seen: list[Seen]) -> Measured:
     """A model with a new adapter equals the original model. Once it is trained, its merged export in transformers and
-    its exported adapter in peft score as the engine does, and without the adapter it still equals the original."""
+    its exported adapter in peft give the same logprobs as the engine. Without the adapter it still equals the
+    original."""
     first = seen[0].value
     for rank in seen:
         if (bits := same_bits(first["exported"], rank.value["weights"], "merged export against weights")).error:

@@ -18,8 +18,8 @@ CHECKS = Checks()
 
 
 def count_threads(rank: Rank, model: str = "tied") -> int:
-    """Return the smallest number of threads that an engine left behind. The first engine does not count. The smallest
-    number is returned because other threads come and go."""
+    """Return the smallest number of threads that an engine left behind. Threads of the first engine are not counted.
+    The smallest number is returned because other threads come and go."""
     threads = []
     for _ in range(1 + ENGINES):
         with rank.engine(model, **TRAINING) as engine:

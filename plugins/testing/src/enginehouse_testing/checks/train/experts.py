@@ -17,7 +17,7 @@ from enginehouse_testing.problem import EXPERTS
 def _with_experts(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
     """Return an act or a judge that gets the mixture of experts as its model.
 
-    The result is cached, so that checks that share an act still share it, and it runs once.
+    The result is cached: if several checks share `function`, they also share the result, so it runs only once.
     """
     return functools.partial(function, **{argument: EXPERTS if argument == "models" else EXPERTS[0]})
 

@@ -53,7 +53,8 @@ def take_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(take_step, tolerances=TOLERANCES)
 def gradients(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """The gradient of one step agrees with the oracle on every rank; error relative to the norm of the gradient."""
+    """The gradient of one step agrees with the oracle on every rank. The error is relative to the norm of the
+    gradient."""
     return larger(
         *(
             located(

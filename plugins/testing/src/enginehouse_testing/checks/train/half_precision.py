@@ -63,7 +63,8 @@ def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 
 @CHECKS.judge(_run)
 def half_precision(seen: list[Seen]) -> Measured:
-    """In bfloat16, logprobs are close to the float32 oracle's, small steps add up, and sent weights are bfloat16."""
+    """In bfloat16, logprobs are close to the logprobs of the float32 oracle, small steps add up, and sent weights are
+    bfloat16."""
     for rank in seen:
         for name, weight in rank.value["after"].items():
             if weight.is_floating_point() and weight.dtype != torch.bfloat16:
@@ -82,5 +83,6 @@ def half_precision(seen: list[Seen]) -> Measured:
 
 @CHECKS.judge(_run, device="cuda")
 def half_precision_cuda(seen: list[Seen]) -> Measured:
-    """On GPUs, over nccl, bfloat16 logprobs are close to the oracle's, small steps add up, and weights are bfloat16."""
+    """On GPUs, over nccl, bfloat16 logprobs are close to the logprobs of the oracle, small steps add up, and weights
+    are bfloat16."""
     return half_precision(seen)

@@ -39,8 +39,8 @@ def _offload_and_onload(rank: Rank) -> dict[str, Any]:
 
 @CHECKS.judge(_offload_and_onload, tolerance=1e-4)
 def offload(seen: list[Seen]) -> Measured:
-    """Weights come back bit for bit, and a step equals the oracle's even if everything was offloaded between gradient
-    and update."""
+    """Weights come back bit for bit, and a step equals the step of the oracle even if everything was offloaded between
+    gradient and update."""
     measured = []
     for result in seen:
         if (changed := same_bits(result.value["after"], result.value["before"], "after offload and onload")).error:

@@ -115,7 +115,8 @@ def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(write, tolerance=1e-5)
 def export(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """After training the export equals the weights bit for bit, and transformers scores with it as the engine does."""
+    """After training the export equals the weights bit for bit, and transformers computes the same logprobs from it as
+    the engine."""
     measured = []
     for model in models:
         exported, rescored = seen[0].value[f"{model} exported"]

@@ -40,8 +40,8 @@ def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, 
 
 @CHECKS.judge(score, tolerances=TOLERANCES)
 def logprobs(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Logprobs and entropy of each token agree with the oracle, at any temperature, with and without a loss mask; error
-    relative to the largest."""
+    """Logprobs and entropy of each token agree with the oracle, at any temperature, with and without a loss mask. The
+    error is relative to the largest magnitude."""
     parts = outputs_of(seen)
     measured = []
     for model in models:

@@ -48,7 +48,7 @@ def training(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 
 @CHECKS.judge(train)
 def metrics(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Loss, gradient norm and learning rate of each step agree with the oracle; relative error."""
+    """Loss, gradient norm and learning rate of each step agree with the oracle. The error is relative."""
     measured = []
     model = models[0]
     right = reference.trained(model)[0]

@@ -89,8 +89,8 @@ def _write(rank: Rank) -> dict[str, Any]:
 
 
 def _classify(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """Load an export in transformers. Return the keys that are missing or unexpected, and the score of each row
-    without its last token."""
+    """Load an export in transformers. Return the keys that are missing or unexpected, and the scores of the rows, each
+    computed without the row's last token."""
     from transformers import AutoModelForSequenceClassification
 
     loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
@@ -110,7 +110,8 @@ def _classify(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
 
 @CHECKS.judge(_write, since="1.1", tolerance=1e-5)
 def value_head_files(seen: list[Seen]) -> Measured:
-    """Transformers loads the export as a classifier with one label, and scores as the engine and its checkpoint do."""
+    """Transformers loads the export as a classifier with one label, and computes the same scores as the engine and its
+    checkpoint."""
     measured = []
     last = batch().ragged("input_ids").offsets[1:] - 1
     for model in CRITICS:

@@ -64,7 +64,7 @@ LAYOUTS = (
     ((3,), (), ()),
     ((), (), ()),
 )
-"""Owners, mesh and placements of parameters on four training ranks."""
+"""For each parameter: the ranks that own it, the shape of their mesh, and its placements, on four training ranks."""
 
 
 @CHECKS.act()
