@@ -376,7 +376,7 @@ class LendingSession(Protocol):
     """A sending side that passes on the training engine's own tensors. Optional for a transport.
 
     Attributes:
-        loan: the loan of the weights that are sent next, which each of their chunks carries; None if they are not lent.
+        loan: the loan that every chunk of the next update carries; None if the update's weights are not lent.
     """
 
     loan: Loan | None

@@ -62,7 +62,7 @@ class PrefixMemory:
         self._lock = threading.Lock()  # `forget` runs in another thread than `assign`
 
     def replica(self, entry: Entry) -> int | None:
-        """Return the replica that got the longest of the prompt's prefixes; None if no replica did."""
+        """Return the replica that was sent the longest prefix of this prompt; None if no replica was sent any."""
         with self._lock:
             return next((self._seen[prefix] for prefix in entry.prefixes if prefix in self._seen), None)
 

@@ -31,8 +31,9 @@ class WeightReceiver:
     """Moves weights from a transport into an engine, which serves the old weights until `commit`.
 
     All methods run on the engine's event loop, and a transport's waits run in `thread`. An engine that stages while it
-    generates is paused at `commit`, and others at `receive`. A paused engine scores no prompts, so it resumes before
-    the verification and continues its requests. Their results are held back (`is_unverified`).
+    generates is paused only at `commit`; any other engine is paused from `receive` on. The verification scores prompts,
+    which a paused engine cannot do, so the engine resumes first. Results of the requests that then continue are held
+    back until the verification ends (`is_unverified`).
 
     Args:
         thread: executor with one thread, so that all calls of a session run in the same thread.

@@ -167,7 +167,7 @@ def _build_part(
 
 
 def callable_part(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
-    """Return the model as the schedules run it: its output is float32 in half precision too."""
+    """Return the model as the schedules call it: it returns float32 even if it computes in half precision."""
     return Float16Module(settings, model) if settings.bf16 or settings.fp16 else model
 
 

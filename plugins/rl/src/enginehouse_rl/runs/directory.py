@@ -220,8 +220,8 @@ class RunDirectory:
         """Write a step's metrics and notify the observers. The metrics may not be stored on disk yet when this returns.
 
         Raises:
-            RunRemoved: The directory was removed or replaced. Its metrics were written again, unless it now belongs to
-                another run or cannot be written to.
+            RunRemoved: The directory was removed or replaced. Before this error, the run's metrics were written to it
+                again, unless the directory now belongs to another run or cannot be written to.
         """
         if removed := self._put_back():
             raise removed
