@@ -22,8 +22,8 @@ def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[
     """Make a field an immutable collection. Reject a single string, because `("torch")` is not a tuple."""
     value = getattr(record, field_name)
     if isinstance(value, str):
-        kind = f"{'set' if collection is frozenset else 'tuple'} of strings"
-        raise TypeError(f"{type(record).__name__}.{field_name} must be a {kind}, not the string {value!r}")
+        kind = "set" if collection is frozenset else "tuple"
+        raise TypeError(f"{type(record).__name__}.{field_name} must be a {kind} of strings, not the string {value!r}")
     object.__setattr__(record, field_name, collection(value))
 
 

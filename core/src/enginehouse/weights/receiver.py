@@ -93,9 +93,6 @@ class WeightReceiver:
                 raise WeightUpdateAborted(f"{self._where}: weight update {version} was aborted")
             self._pausing = pause, deadline_seconds
             pauses = plan.lends or not self._stages_while_generating
-            if pauses:
-                self._paused = True
-                self.serving.clear()
             chunks = session.recv(version, deadline_seconds)
             try:
                 return await asyncio.wait_for(self._take(chunks, version, plan, pauses), deadline_seconds)
@@ -112,7 +109,7 @@ class WeightReceiver:
 
     async def _take(self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool) -> ArrivedSums:
         if pauses:
-            await self._engine.pause(self._pausing[0])
+            await self._pause()
         await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))
         sums: dict[str, str] = {}
         sent: dict[str, str] = {}  # by the senders' names
@@ -151,7 +148,13 @@ class WeightReceiver:
                 present = "nothing" if staged is None else f"version {staged.version}"
                 raise WeightSyncError(f"{self._where} was told to serve version {version}, but {present} is staged")
             if not self._paused:
-                await self._pause_for(version)
+                seconds = self._pausing[1]
+                try:
+                    await asyncio.wait_for(self._pause(), seconds)
+                except TimeoutError as error:
+                    raise WeightSyncError(
+                        f"{self._where} did not pause for weight update {version} within {seconds:g} s"
+                    ) from error
             self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
@@ -160,17 +163,11 @@ class WeightReceiver:
             await self._resume()
             return state
 
-    async def _pause_for(self, version: int) -> None:
-        """Pause the engine for the switch to a staged version."""
-        mode, seconds = self._pausing
+    async def _pause(self) -> None:
+        """Answer no further requests, and pause the engine."""
         self._paused = True
         self.serving.clear()
-        try:
-            await asyncio.wait_for(self._engine.pause(mode), seconds)
-        except TimeoutError as error:
-            raise WeightSyncError(
-                f"{self._where} did not pause for weight update {version} within {seconds:g} s"
-            ) from error
+        await self._engine.pause(self._pausing[0])
 
     async def _resume(self) -> None:
         await self._engine.resume()

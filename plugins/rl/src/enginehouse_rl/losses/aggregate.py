@@ -23,6 +23,18 @@ Aggregation = Literal[Unscaled, "sequence_mean_token_sum_scaled"]
 AGGREGATIONS = get_args(Aggregation)
 
 
+def count_tokens(row: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the number of tokens of each row, `(rows,)`. Unlike `bincount`, this does not wait for a GPU.
+
+    Args:
+        row: The row of each token, int64 `(tokens,)`.
+        rows: Number of rows.
+        dtype: dtype of the result.
+    """
+    ones = torch.ones(len(row), dtype=dtype, device=row.device)
+    return torch.zeros(rows, dtype=dtype, device=row.device).index_add_(0, row, ones)
+
+
 def aggregate(
     losses: torch.Tensor, row: torch.Tensor, rows: int, aggregation: str, max_tokens: int | None = None
 ) -> tuple[torch.Tensor, float]:
@@ -45,7 +57,7 @@ def aggregate(
         return losses.sum(), float(losses.numel())
     if aggregation not in AGGREGATIONS:
         raise ConfigError(f"unknown loss aggregation {aggregation!r}. {nearest(aggregation, AGGREGATIONS)}")
-    counts = losses.new_zeros(rows).index_add_(0, row, torch.ones_like(losses.detach()))
+    counts = count_tokens(row, rows, losses.dtype)
     weight = float((counts > 0).sum())
     if aggregation == "sequence_mean_token_mean":
         return (losses / counts[row]).sum(), weight

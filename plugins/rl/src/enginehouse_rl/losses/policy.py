@@ -16,7 +16,7 @@ from pydantic import Field
 
 from enginehouse.engines.train import LossValue, Mean, TokenView
 from enginehouse_rl.config.schema import KLEstimator
-from enginehouse_rl.losses.aggregate import Aggregation, aggregate
+from enginehouse_rl.losses.aggregate import Aggregation, aggregate, count_tokens
 from enginehouse_rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
 from enginehouse_rl.losses.kl import cap_log_ratios, token_kl
 
@@ -60,9 +60,8 @@ class PolicyTokens:
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
         """Return for each token the mean of `values` over the tokens of its row."""
-        zeros = torch.zeros(self.rows, dtype=values.dtype, device=values.device)
-        totals, tokens = zeros.index_add(0, self.row, values), zeros.index_add(0, self.row, torch.ones_like(values))
-        return (totals / tokens.clamp(min=1))[self.row]
+        totals = torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
+        return (totals / count_tokens(self.row, self.rows, values.dtype).clamp(min=1))[self.row]
 
 
 Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]

@@ -136,30 +136,29 @@ def _measure(
     if not tokens:
         return {}
     actor, rollout = actor.double(), rollout.double()
-    nothing = torch.zeros((), dtype=torch.float64, device=actor.device)
-    difference = (actor - rollout).where(compared, nothing)
+    difference = (actor - rollout).where(compared, 0.0)
     ratio = cap_log_ratios(difference).exp()
-    of_row = nothing.expand(rows).clone()
-    occupied = of_row.index_add(0, row, compared.double()) > 0
-    of_row = of_row.index_add(0, row, difference)
+    zeros = torch.zeros(rows, dtype=torch.float64, device=actor.device)
+    occupied = zeros.index_add(0, row, compared.double()) > 0
+    of_row = zeros.index_add(0, row, difference)
     absolute = difference.abs()
     inside = (ratio >= 1 / RATIO_BOUND) & (ratio <= RATIO_BOUND)
     sums = (
         compared.sum(),
         absolute.max(),
         absolute.sum(),
-        token_kl(rollout, actor, "k3").where(compared, nothing).sum(),
-        ratio.where(compared, nothing).sum(),
+        token_kl(rollout, actor, "k3").where(compared, 0.0).sum(),
+        ratio.where(compared, 0.0).sum(),
         (~inside & compared).sum(),  # so NaN counts as outside
-        cap_log_ratios(of_row).exp().where(occupied, nothing).sum(),
+        cap_log_ratios(of_row).exp().where(occupied, 0.0).sum(),
         occupied.sum(),
-        nothing if entropy is None else entropy.double().sum(),
+        *([] if entropy is None else [entropy.sum()]),
     )
     read = torch.stack([value.double() for value in sums]).tolist()
-    count, highest, total, kl, ratios, outside, products, sequences, entropies = read
+    count, highest, total, kl, ratios, outside, products, sequences, *entropies = read
     figures: dict[str, Mean | Max] = {"mismatch/compared": Mean(count, float(tokens))}
-    if entropy is not None:
-        figures["entropy"] = Mean(entropies, float(tokens))
+    if entropies:
+        figures["entropy"] = Mean(entropies[0], float(tokens))
     if not count:
         return figures
     return figures | {
