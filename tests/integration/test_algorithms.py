@@ -59,7 +59,7 @@ def test_a_kl_term_in_the_reward_with_the_reference_in_the_actors_process(train:
                 "rollout.placement=separate")  # fmt: skip
     lines = finished(run)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
-    assert lines[-1]["kl"] > lines[0]["kl"]
+    assert abs(lines[-1]["kl"]) > 1e-4, "it no longer is; the mean of k1 over a few samples may have either sign"
     assert run.pid("reference") == run.pid("actor") != run.pid("rollout")
 
 
