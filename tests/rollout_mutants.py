@@ -149,7 +149,21 @@ class KeptAborted(TorchRolloutEngine):
     """Ends what it was to keep."""
 
     async def pause(self, mode="abort"):
-        await super().pause("abort" if mode == "keep" else mode)
+        await super().pause("abort" if mode in ("keep", "keep_cache") else mode)
+
+
+class OldCacheKept(TorchRolloutEngine):
+    """Goes on with keys and values of the old weights where they are to be computed again."""
+
+    async def pause(self, mode="abort"):
+        await super().pause("keep_cache" if mode == "keep" else mode)
+
+
+class CacheDropped(TorchRolloutEngine):
+    """Computes keys and values again that it was to keep."""
+
+    async def pause(self, mode="abort"):
+        await super().pause("keep" if mode == "keep_cache" else mode)
 
 
 class HealthOfTheDead(TorchRolloutEngine):

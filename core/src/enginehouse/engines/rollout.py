@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from enginehouse.engines.train import ALL
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["abort", "wait", "keep"]
+PauseMode = Literal["abort", "wait", "keep", "keep_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Completion:
         finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
         first_version: weight version that sampled the first token.
         last_version: weight version that sampled the last token. It differs from `first_version` only after
-            `pause("keep")`.
+            `pause("keep")` or `pause("keep_cache")`.
     """
 
     token_ids: Sequence[int]
@@ -174,7 +174,9 @@ class RolloutEngine(Protocol):
         """Stop generating. Return once nothing is running.
 
         `"abort"` ends running requests with the tokens they have, `"wait"` lets them finish, and `"keep"` freezes them
-        until `resume`. Requests that arrive while paused wait.
+        until `resume`. After a weight update, frozen requests continue with keys and values that are computed again
+        from the new weights. After `"keep_cache"`, requests that arrived before the pause continue with the keys and
+        values of the old weights, which no later request reads. Requests that arrive while paused wait.
         """
         ...
 
@@ -213,7 +215,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def finish_weight_update(self, version: int) -> None:
-        """Serve the staged parameters as `version`, and drop every cache computed from older weights.
+        """Serve the staged parameters as `version`, and drop every cache computed from older weights, except what
+        `pause("keep_cache")` keeps.
 
         Raises:
             WeightSyncError: if a parameter is missing. The old version is still served.

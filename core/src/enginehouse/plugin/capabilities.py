@@ -13,6 +13,7 @@ __all__ = [
     "OFFLOAD",
     "OPENAI_ENDPOINT",
     "PAUSE_KEEP",
+    "PAUSE_KEEP_CACHE",
     "PROMPT_LOGPROBS",
     "RESHARD_CHECKPOINT",
     "SAME_HOST",
@@ -56,6 +57,8 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 """`SamplingParams.prompt_logprobs` works. The effect check of a weight update needs it."""
 PAUSE_KEEP = "pause_keep"
 """`pause("keep")` works."""
+PAUSE_KEEP_CACHE = "pause_keep_cache"
+"""`pause("keep_cache")` works. Since 1.1."""
 STAGES_WHILE_GENERATING = "stages_while_generating"
 """`start_weight_update`, `update_weights` and `abort_weight_update` work while the engine generates, and change nothing
 that it computes. The engine is then paused only for `finish_weight_update`. Since 1.1."""
@@ -81,8 +84,8 @@ BY_KIND: dict[str, frozenset[str]] = {
         BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD,
     }),
     "rollout": frozenset({
-        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP,
-        STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
+        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PAUSE_KEEP_CACHE, PROMPT_LOGPROBS, SEED,
+        SLEEP, STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
     }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
 }  # fmt: skip

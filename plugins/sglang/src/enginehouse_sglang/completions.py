@@ -43,8 +43,13 @@ class PendingCompletion:
         """Id by which SGLang knows the newest row."""
         return f"{self.rid}-{self.rows}"
 
-    def build_row(self, sampling: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
-        """Build the row that asks SGLang for the missing tokens; `ends` are the tokens that end the completion."""
+    def build_row(self, sampling: SamplingParams, ends: frozenset[int], version: str) -> dict[str, Any]:
+        """Build the row that asks SGLang for the missing tokens.
+
+        Args:
+            ends: Tokens that end the completion.
+            version: Name of the weight version, with which alone the row shares cached keys and values.
+        """
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - len(self.tokens),
             "temperature": sampling.temperature,
@@ -64,6 +69,7 @@ class PendingCompletion:
             "input_ids": self.prompt + self.tokens,
             "sampling_params": parameters,
             "logprob_start_len": 0 if scores_prompt else -1,
+            "extra_key": version,
         }
 
     def take(

@@ -36,8 +36,6 @@ class SGLangRollout:
 
     * A request is one HTTP request with a row for each sample, and ends by itself. If more than `MOST_CONNECTIONS`
       arrive in one turn of the event loop, some share a connection and are answered together (`RequestQueue`).
-    * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
-      the new weights.
     * On a server that ran already, a pause also holds the requests of other clients, and does not end them.
     * A server that dies ends the replica: unfinished requests and every later call raise `SGLangFailed`.
     * Every method that needs the server raises `WeightsLost` if a weight update left it without a complete model.
@@ -154,10 +152,11 @@ class SGLangRollout:
         self._queue.paused = True
         if mode == "abort":
             await self._queue.abort()
-        if mode != "keep":
+        if mode not in ("keep", "keep_cache"):
             await server.wait_while_alive(self._queue.wait_for_sent())
+        self._weights.keeps_cache = mode == "keep_cache"
         if not self._held:
-            await self.server.hold()
+            await self.server.hold(in_place=self._weights.keeps_cache)
             self._held = True
 
     async def resume(self) -> None:

@@ -7,6 +7,7 @@ from enginehouse.plugin.capabilities import (
     EXPERTS,
     OPENAI_ENDPOINT,
     PAUSE_KEEP,
+    PAUSE_KEEP_CACHE,
     PROMPT_LOGPROBS,
     SEED,
     SLEEP,
@@ -29,6 +30,7 @@ def enginehouse_register_backends(register):
                 EXPERTS,
                 OPENAI_ENDPOINT,
                 PAUSE_KEEP,
+                PAUSE_KEEP_CACHE,
                 PROMPT_LOGPROBS,
                 SEED,
                 SLEEP,
@@ -44,7 +46,11 @@ def enginehouse_register_backends(register):
             },
             layouts=(
                 Layout("single", options={"kv_cache_mib": 64, "openai_endpoint": "loopback"}),
-                Layout("tp2", options={"kv_cache_mib": 64, "tensor_parallel": 2}, without=(OPENAI_ENDPOINT,)),
+                Layout(  # as on GPUs: SGLang has a prefix cache here only without deterministic inference
+                    "tp2",
+                    options={"kv_cache_mib": 64, "tensor_parallel": 2, "deterministic": False},
+                    without=(OPENAI_ENDPOINT, SEED),
+                ),
             ),
         )
     )

@@ -174,7 +174,8 @@ class RequestQueue:
                     if completion.aborted:
                         completion.end("abort", self._weights.version)
                 missing = [completion for completion in missing if not completion.aborted]
-                rows = [completion.build_row(sampling, ends) for completion in missing]
+                version = self._labels.label(self._weights.version)
+                rows = [completion.build_row(sampling, ends, version) for completion in missing]
                 answers = await self._server().generate(rows) if rows else []
             served = self._weights.version
             missing = [

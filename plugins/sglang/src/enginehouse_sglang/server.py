@@ -18,7 +18,7 @@ from enginehouse_sglang.process import ServerProcess, SGLangFailed
 T = TypeVar("T")
 
 Row = Mapping[str, Any]
-"""One sequence for SGLang to continue: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`."""
+"""One sequence for SGLang to continue: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`, `extra_key`."""
 
 
 class SGLangServer:
@@ -93,9 +93,10 @@ class SGLangServer:
         """End a row, if the server has it."""
         await self._control("/abort_request", rid=rid)
 
-    async def hold(self) -> None:
-        """Stop generating until `go_on`. Running rows lose their keys and values, which are then recomputed."""
-        await self._control("/pause_generation", mode="retract")
+    async def hold(self, in_place: bool = False) -> None:
+        """Stop generating until `go_on`. Unless `in_place`, running rows lose their keys and values, which are then
+        recomputed."""
+        await self._control("/pause_generation", mode="in_place" if in_place else "retract")
 
     async def go_on(self) -> None:
         """Generate again."""
@@ -116,20 +117,28 @@ class SGLangServer:
         """Tell the server to expect new weights."""
         await self._control("/begin_weight_update")
 
-    async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, label: str | None) -> None:
+    async def load(
+        self,
+        tensors: Sequence[Any],
+        ranks: int,
+        load_format: str | None,
+        label: str | None,
+        keeps_cache: bool = False,
+    ) -> None:
         """Load tensors.
 
         Args:
             tensors: Names and tensors; each tensor owns its memory.
             load_format: SGLang's name for the way to load them.
-            label: Name of the new weights; the server then drops cached keys and values. None if more tensors follow.
+            label: Name of the new weights; None if more tensors follow.
+            keeps_cache: Do not drop cached keys and values at the last tensors.
         """
         payload = await asyncio.to_thread(lambda: base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode())
         await self._control(
             "/update_weights_from_tensor",
             serialized_named_tensors=[payload] * ranks,
             load_format=load_format,
-            flush_cache=label is not None,
+            flush_cache=label is not None and not keeps_cache,
             weight_version=label,
         )
 

@@ -32,11 +32,17 @@ SENT_BYTES = 64 << 20
 
 
 class SGLangWeights(StagedWeights):
-    """Keeps two versions in this host's memory: the staged version and the served version."""
+    """Keeps two versions in this host's memory: the staged version and the served version.
+
+    Attributes:
+        keeps_cache: True if running rows keep their keys and values at the next switch. Later rows do not find these,
+            because they name another version as their `extra_key`.
+    """
 
     def __init__(self, spec: ModelSpec, where: str, labels: Labels):
         super().__init__(spec, where)
         self._labels = labels
+        self.keeps_cache = False
         self._reports: Reports | None = None
 
     async def state(self, server: SGLangServer) -> WeightState:
@@ -80,7 +86,7 @@ class SGLangWeights(StagedWeights):
             raise
 
     async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
-        """Load a version from `source`, and drop keys and values of older weights.
+        """Load a version from `source`, and drop keys and values of older weights, unless they are kept.
 
         Raises:
             WeightSyncError: The version was not loaded, or only in part.
@@ -91,7 +97,7 @@ class SGLangWeights(StagedWeights):
                 if server.process is not None:
                     await self._order(server, ranks, source, version)
                 else:
-                    await _send(server, ranks, source, self._labels.label(version))
+                    await _send(server, ranks, source, self._labels.label(version), self.keeps_cache)
             finally:
                 await server.end_update()
         except (HTTPStatusError, OSError) as error:
@@ -101,17 +107,18 @@ class SGLangWeights(StagedWeights):
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        await server.load(build_order(source, self._reports.path), ranks, LOADER, self._labels.label(version))
+        order = build_order(source, self._reports.path)
+        await server.load(order, ranks, LOADER, self._labels.label(version), self.keeps_cache)
         self._reports.check(self._where, f"load weight version {version}")
 
 
-async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str) -> None:
+async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str, keeps_cache: bool) -> None:
     staged = StagedSource(source.get("parameters", ()), source.get("directory", ""))
     parts = _split(staged)
     part = next(parts)
     while part:
         after = next(parts, [])
-        await server.load(part, ranks, None, None if after else label)
+        await server.load(part, ranks, None, None if after else label, keeps_cache)
         part = after
     staged.close()
 

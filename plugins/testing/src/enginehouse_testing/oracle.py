@@ -6,6 +6,7 @@ engines may be off. The oracle shares no code with any engine: no layout of rows
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -60,6 +61,16 @@ class Oracle:
         """Return logprobs of the whole vocabulary after each token of a row, float32 `(tokens, vocabulary)`."""
         logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double()
         return torch.log_softmax(logits / temperature, dim=-1).float()
+
+    @torch.no_grad()
+    def continued(self, other: Oracle, ids: Sequence[int], begin: int) -> torch.Tensor:
+        """Return logprobs of the tokens after `begin`, `(tokens - begin - 1,)`, if another model computed the keys and
+        values of the tokens before `begin`."""
+        tokens = torch.tensor([list(ids)])
+        kept = other.model(input_ids=tokens[:, :begin], use_cache=True).past_key_values
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        logits = self.model(input_ids=tokens[:, begin:], **{name: kept}).logits[0, :-1].double()
+        return torch.log_softmax(logits, dim=-1).gather(1, tokens[0, begin + 1 :, None])[:, 0].float()
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
         """Return values of one row's tokens, float32 `(tokens,)`: the value before each token; 0 at position 0."""

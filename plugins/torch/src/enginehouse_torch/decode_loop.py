@@ -48,6 +48,8 @@ class DecodeLoop:
         self._pausing: list[asyncio.Future[Any]] = []
         self._paused = False
         self._draining = False
+        self._keeps_cache = False  # at the next switch of weights
+        self._cache_is_old = False  # and has to be computed again before the next token
         self._stopping = False
         self._actions: deque[Callable[[], None]] = deque()
         self._posted = threading.Condition()
@@ -138,6 +140,7 @@ class DecodeLoop:
             if mode == "abort":
                 self._abort(self._batch.requests())
             self._draining = mode == "wait" and len(self._batch) > 0
+            self._keeps_cache = mode == "keep_cache"
             self._pausing.append(future)
 
         self.post(action)
@@ -150,6 +153,15 @@ class DecodeLoop:
             self._paused = self._draining = False
 
         await self.call(unpause)
+
+    async def switch(self, version: int) -> None:
+        """Implement `RolloutEngine.finish_weight_update`."""
+
+        def commit() -> None:
+            self._weights.commit(version)
+            self._cache_is_old |= not self._keeps_cache
+
+        await self.call(commit)
 
     async def abort(self, ids: Sequence[str] | None) -> None:
         """Implement `RolloutEngine.abort`."""
@@ -217,6 +229,9 @@ class DecodeLoop:
         admissions = [] if self._paused else self._next_requests()
         try:
             with self._weights.using():
+                if self._cache_is_old:
+                    self._batch.recompute()
+                    self._cache_is_old = False
                 if len(self._batch) > 0:
                     self._batch.step(self._weights.version)
                 if admissions:

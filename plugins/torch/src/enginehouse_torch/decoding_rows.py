@@ -100,6 +100,13 @@ class DecodingRows:
         """Number of each row's tokens in the cache, int64: all but the last sampled token."""
         return self.prompt_tokens + self.count - 1
 
+    def cached_tokens(self) -> list[np.ndarray]:
+        """Return the ids of each row's tokens in the cache."""
+        return [
+            np.concatenate((owner.prompt, tokens[: count - 1]))
+            for owner, tokens, count in zip(self.owner, self.tokens, self.count, strict=True)
+        ]
+
     def take(self, index: np.ndarray) -> DecodingRows:
         """Copy the rows that a numpy `index` selects."""
         return DecodingRows(*(getattr(self, field.name)[index] for field in fields(self)))

@@ -35,7 +35,6 @@ class TorchRolloutEngine:
     * Requests submitted in one turn of the event loop (one `asyncio.gather`) are admitted together. A request that
       arrives while others run joins them at the next token boundary if `max_running` leaves room for all its samples.
       Requests begin in order of arrival.
-    * After `pause("keep")` and a weight update the kept sequences continue with the keys and values of the old weights.
     * The same seed gives the same tokens whatever else runs, up to rounding. Matrix products of another batch size may
       differ in the last bit, which changes a token only if the random number falls on that bit.
     * An exception while decoding stops the engine. Unfinished requests and every later call raise
@@ -183,7 +182,7 @@ class TorchRolloutEngine:
 
     async def finish_weight_update(self, version: int) -> None:
         """Serve the staged version from the next token boundary on."""
-        await self.loop.call(lambda: self._weights.commit(version))
+        await self.loop.switch(version)
 
     async def abort_weight_update(self) -> None:
         self.loop.check()

@@ -123,6 +123,21 @@ class RunningBatch:
         if not rows.alive.any():
             self.clear()
 
+    def recompute(self) -> None:
+        """Compute the keys and values of all rows again, after the weights have changed."""
+        live = self._live
+        if live is None:
+            return
+        live.cache = KVCache(self._layers, 0)  # frees the old one
+        rows = live.rows.take(live.rows.alive)
+        together = max(1, self._prefill_tokens // int(rows.cached.max()))
+        pieces = []
+        for begin in range(0, len(rows), together):
+            chunk = rows.take(np.arange(begin, min(begin + together, len(rows))))
+            cache, _, _ = self._forward_rows(chunk.cached_tokens(), all_logits=False)
+            pieces.append((chunk, cache, np.arange(len(chunk))))
+        self._assemble(pieces)
+
     def clear(self) -> None:
         """Forget all rows and free their cache."""
         self._live = None
@@ -150,21 +165,31 @@ class RunningBatch:
 
     def _prefill(self, requests: Sequence[RequestProgress]) -> tuple[KVCache, torch.Tensor]:
         """Run the prompts, one row each; return their cache and the logits after them, `(requests, vocabulary)`."""
-        lengths = np.array([len(pending.prompt) for pending in requests])
-        longest = int(lengths.max())
-        prompts = np.zeros((len(requests), longest), np.int64)
-        for row, pending in zip(prompts, requests, strict=True):
-            row[longest - len(pending.prompt) :] = pending.prompt
-        tokens = torch.from_numpy(prompts).to(self._device)
-        cache = KVCache(self._layers, longest)
         scored = requests[0].request.sampling.prompt_logprobs
-        logits = self._forward(tokens, self._pad(longest - lengths), cache, all_logits=scored)
+        cache, logits, tokens = self._forward_rows([pending.prompt for pending in requests], all_logits=scored)
         if scored:
             temperature = torch.tensor([p.request.sampling.temperature for p in requests], device=self._device)
             logprobs = prompt_logprobs(logits, tokens, temperature).tolist()
             for pending, row in zip(requests, logprobs, strict=True):
-                pending.prompt_logprobs = [0.0, *row[longest - len(pending.prompt) + 1 :]]
+                pending.prompt_logprobs = [0.0, *row[cache.used - len(pending.prompt) + 1 :]]
         return cache, logits[:, -1]
+
+    def _forward_rows(
+        self, sequences: Sequence[np.ndarray], all_logits: bool
+    ) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
+        """Run whole sequences through the model, one row each.
+
+        Returns:
+            Their cache, the logits, and the tokens, `(rows, longest)` with padding on the left.
+        """
+        lengths = np.array([len(sequence) for sequence in sequences])
+        longest = int(lengths.max())
+        padded = np.zeros((len(sequences), longest), np.int64)
+        for row, sequence in zip(padded, sequences, strict=True):
+            row[longest - len(sequence) :] = sequence
+        tokens = torch.from_numpy(padded).to(self._device)
+        cache = KVCache(self._layers, longest)
+        return cache, self._forward(tokens, self._pad(longest - lengths), cache, all_logits=all_logits), tokens
 
     def _assemble(self, pieces: Sequence[tuple[DecodingRows, KVCache, np.ndarray]]) -> None:
         """Build the batch from the rows alive in `pieces`: rows, a cache, and each row's index into the cache."""

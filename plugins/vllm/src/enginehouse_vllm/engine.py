@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import multiprocessing
 from collections.abc import Coroutine, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,11 +34,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request without a result yet. Its `id` need not be unique, and vLLM may not know an aborted request yet."""
+    """A request without a result yet. Its `id` need not be unique, and vLLM may not know an aborted request yet.
+
+    `ready` is set once the request may be sent to vLLM: at once, or after a pause.
+    """
 
     id: str
     samples: int
     aborted: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def abort(self) -> None:
+        """Have the request end as aborted, even if it waits for the end of a pause."""
+        self.aborted = True
+        self.ready.set()
 
 
 class VLLMRollout:
@@ -47,8 +56,7 @@ class VLLMRollout:
     In addition:
 
     * Requests are batched continuously: one that arrives while others run joins them.
-    * After `pause("keep")` and a weight update, kept sequences continue with keys and values that are recomputed from
-      the new weights.
+    * Requests that arrive while paused wait here, so that the version of their cached keys and values is the new one.
     * The same seed gives the same tokens whatever else runs, up to rounding, as in every batching engine.
     * With `top_p` or `top_k` each request costs another call to vLLM's processes, which turns its logprobs into
       logprobs of the whole distribution (`truncation.py`). On a GPU this needs vLLM's Model Runner V1: see the option
@@ -141,7 +149,9 @@ class VLLMRollout:
         self._translator.check(request, llm)
         name = f"{request.id}/{next(self._serial)}"
         sampling = self._translator.build_sampling(request, name)
-        self._running[name] = RunningRequest(request.id, request.sampling.n)
+        self._running[name] = running = RunningRequest(request.id, request.sampling.n)
+        if not self._paused:
+            running.ready.set()
         try:
             output = await self._run(llm, name, list(request.prompt_ids), sampling)
         except BaseException:
@@ -169,9 +179,12 @@ class VLLMRollout:
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         async def generate() -> RequestOutput | None:
+            await self._running[name].ready.wait()
             if self._running[name].aborted:
                 return None
-            outputs = [output async for output in llm.generate(tokens_input(prompt), sampling, name)]
+            self._weights.check()
+            inputs = tokens_input(prompt, cache_salt=str(self._weights.version))
+            outputs = [output async for output in llm.generate(inputs, sampling, name)]
             return outputs[-1]
 
         try:
@@ -183,7 +196,7 @@ class VLLMRollout:
         llm = self.native
         names = [name for name, running in self._running.items() if ids is None or running.id in ids]
         for name in names:
-            self._running[name].aborted = True
+            self._running[name].abort()
         if names:
             await self._wait_for(llm.abort(names))
 
@@ -191,17 +204,21 @@ class VLLMRollout:
         llm = self.native
         self._paused = True
         before = set(self._running)
+        self._weights.keeps_cache = mode == "keep_cache"
         if self._asleep:  # nothing is in vLLM, and nothing comes
             self._held = set()
             return
-        await self._wait_for(llm.pause_generation(mode=mode, clear_cache=False))
-        self._held = before if mode == "keep" else set()
+        kept = mode in ("keep", "keep_cache")
+        await self._wait_for(llm.pause_generation(mode="keep" if kept else mode, clear_cache=False))
+        self._held = before if kept else set()
 
     async def resume(self) -> None:
         llm = self.native
         if not self._asleep:
             await self._wait_for(llm.resume_generation())
         self._paused, self._held = False, None
+        for running in self._running.values():
+            running.ready.set()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
         """Free memory. Clients of the endpoint get what is generated so far, and a 503 until everything is awake."""
@@ -284,7 +301,7 @@ class VLLMRollout:
         llm, self._llm = self._llm, None
         if llm is not None and not llm.errored:
             for running in self._running.values():
-                running.aborted = True
+                running.abort()
             await llm.abort(list(self._running))
         if self._server is not None:
             await self._server.end()

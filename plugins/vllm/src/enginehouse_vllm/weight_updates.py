@@ -20,10 +20,15 @@ class VLLMWeights(StagedWeights):
     """Keeps two versions in this host's memory: the staged version and the served version.
 
     vLLM loads a version from this memory, except version 0, which it loads from the model's directory.
+
+    Attributes:
+        keeps_cache: True if running requests keep their keys and values at the next switch. Later requests do not find
+            these, because they name another version as their `cache_salt`.
     """
 
     def __init__(self, spec: ModelSpec, where: str):
         super().__init__(spec, where)
+        self.keeps_cache = False
         self._reports: Reports | None = None
 
     async def commit(self, llm: AsyncLLMEngine, version: int) -> None:
@@ -70,7 +75,7 @@ class VLLMWeights(StagedWeights):
         self._board.check(self._where, doing)
 
     async def _load(self, llm: AsyncLLMEngine, version: int) -> None:
-        """Load the checked version, and drop everything that was computed from older weights."""
+        """Load the checked version, and drop everything that was computed from older weights, unless it is kept."""
         doing = "put the new weights in place"
         try:
             await self._step(llm, "load", {})
@@ -79,6 +84,8 @@ class VLLMWeights(StagedWeights):
             await self._ask(llm.finish_weight_update(), doing)
         self._board.check(self._where, doing)
         await self._ask(llm.update_weight_version(str(version)), "take the new version's number")
+        if self.keeps_cache:
+            return
         # Frozen requests are recomputed from the new weights, else their keys and values would stay.
         reset = await self._ask(llm.reset_prefix_cache(reset_running_requests=True), "reset its prefix cache")
         if not reset:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +12,19 @@ from typing import Any
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.plugin import capabilities
 from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wrong
-from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, logprob_error, prefixed, serves
+from enginehouse_testing.checks.rollout.reference import (
+    LOGPROB_TOLERANCE,
+    logprob_error,
+    prefixed,
+    serves,
+    switched_error,
+)
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, sampled, soon
 
 PROMPT, OTHER, LATE = [5, 6, 7], [9, 8], [4, 4, 10, 12]
+CACHED = [5 + index * index % 23 for index in range(300)]
+"""A prompt that is long enough to fill blocks of any engine's prefix cache."""
 LONG = 1600
 """Number of tokens of a request that will be interrupted."""
 ATTEMPTS = 5
@@ -103,22 +113,34 @@ def abort_all(completions: list[SampledCompletion]) -> Measured:
     return larger(logprob_error("tied", aborted), serves("tied", [after]))
 
 
-async def _pause(replica: ReplicaTrial, mode: PauseMode, tokens: int) -> Paused:
+async def _pause(
+    replica: ReplicaTrial,
+    mode: PauseMode,
+    tokens: int,
+    prompt: Sequence[int] = PROMPT,
+    late_prompt: Sequence[int] = LATE,
+) -> Paused:
     """Make a long request, pause, make a late request, and update while paused."""
     for _ in range(ATTEMPTS):
         await replica.at_rest()
-        running = await replica.start_request(PROMPT, max_tokens=tokens, **GREEDY)
+        running = await replica.start_request(prompt, max_tokens=tokens, **GREEDY)
         await soon(replica.engine.pause(mode))
-        if mode != "keep":
+        if mode in ("abort", "wait"):
             await running
-        waiting = asyncio.create_task(replica.request(LATE, max_tokens=8, **GREEDY))
+        waiting = asyncio.create_task(replica.request(late_prompt, max_tokens=8, **GREEDY))
         await replica.until(lambda health: health.paused, "paused")
         version = await replica.update("tied, new", pause=None)
-        (early,) = sampled(PROMPT, await running)
-        (late,) = sampled(LATE, await waiting)
+        (early,) = sampled(prompt, await running)
+        (late,) = sampled(late_prompt, await waiting)
         if mode == "wait" or early.reason == "abort" or early.last == version:
             break
     return early, late, version
+
+
+async def _keep_cache(replica: ReplicaTrial) -> Paused:
+    """Pause as `_pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
+    await replica.draw(CACHED, max_tokens=2, **GREEDY)
+    return await _pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9])
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
@@ -151,9 +173,24 @@ def pause_wait(paused: Paused) -> Measured:
 
 @CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP)
 def pause_keep(paused: Paused) -> Measured:
-    """A request kept over an update continues with the new weights and reports both versions; requests that arrive
-    while paused wait."""
-    early, late, version = paused
+    """A request kept over an update continues with the new weights, from which its keys and values are computed again,
+    and reports both versions; requests that arrive while paused wait."""
+    return _judge_kept(*paused, keeps_cache=False)
+
+
+@CHECKS.judge(
+    _keep_cache,
+    capability=capabilities.PAUSE_KEEP_CACHE,
+    since="1.1",
+)
+def pause_keep_cache(paused: Paused) -> Measured:
+    """A request kept with its cache over an update continues with the new weights and the old keys and values; requests
+    that arrive while paused wait, and use no keys and values of the old weights."""
+    return _judge_kept(*paused, keeps_cache=True)
+
+
+def _judge_kept(early: SampledCompletion, late: SampledCompletion, version: int, keeps_cache: bool) -> Measured:
+    """Compare a request from before the pause with both models, and the request during the pause with the new model."""
     if (len(early.tokens), early.reason) != (LONG, "length"):
         return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
     if (early.last, early.first < version) != (version, True):
@@ -161,10 +198,12 @@ def pause_keep(paused: Paused) -> Measured:
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
     if serves("tied", [early]).error <= LOGPROB_TOLERANCE:
         return wrong("a request kept over an update used the old weights until its end")
-    return larger(
+    parts = [
         prefixed("its first token", serves("tied", [begun])),
+        prefixed("its tokens of the new weights", switched_error("tied", "tied, new", early, keeps_cache)),
         prefixed("a request that arrived while paused", serves("tied, new", [late], version)),
-    )
+    ]
+    return functools.reduce(larger, parts)
 
 
 async def _keep_often(replica: ReplicaTrial) -> list[SampledCompletion]:

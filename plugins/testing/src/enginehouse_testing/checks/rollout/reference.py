@@ -33,6 +33,11 @@ def distributions_of(model: str, completion: SampledCompletion, temperature: flo
     return distributions[len(completion.prompt) - 1 : -1]
 
 
+def logprobs_of(model: str, completion: SampledCompletion, temperature: float = 1.0) -> torch.Tensor:
+    """Return the oracle's logprob of each generated token, `(tokens,)`."""
+    return distributions_of(model, completion, temperature).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+
+
 def logprob_error(model: str, completions: Iterable[SampledCompletion], temperature: float = 1.0) -> Measured:
     """Return the largest difference, in nats, between the reported and the oracle's logprob of a generated token."""
     worst = Measured(0.0)
@@ -42,13 +47,35 @@ def logprob_error(model: str, completions: Iterable[SampledCompletion], temperat
             return wrong(f"a completion has {len(tokens)} tokens, but {len(logprobs)} logprobs")
         if not tokens:
             continue
-        right = distributions_of(model, completion, temperature).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        right = logprobs_of(model, completion, temperature)
         errors = (torch.tensor(logprobs) - right).abs()
         at = int(errors.argmax())
         place = f"token {at} after a prompt of {len(completion.prompt)} tokens"
         detail = f"{place} has the logprob {logprobs[at]:.6g}, not {right[at]:.6g}"
         worst = larger(worst, Measured(float(errors.max()), detail))
     return worst
+
+
+def switched_error(old: str, new: str, completion: SampledCompletion, keeps_cache: bool) -> Measured:
+    """Return the largest difference between a reported logprob and the oracle's, of a completion whose first tokens are
+    of one model and whose other tokens are of another.
+
+    Args:
+        old: model of the first tokens.
+        new: model of the other tokens.
+        keeps_cache: True if the keys and values of the first tokens stay those of `old`.
+    """
+    reported = torch.tensor(completion.logprobs)
+    by_old = logprobs_of(old, completion)
+    at = int(((reported - by_old).abs() > LOGPROB_TOLERANCE).int().argmax())  # the first token of the new model
+    if keeps_cache:
+        by_new = oracle(new).continued(
+            oracle(old), [*completion.prompt, *completion.tokens], len(completion.prompt) + at - 1
+        )
+    else:
+        by_new = logprobs_of(new, completion)[at:]
+    error = (reported[at:] - by_new).abs().max()
+    return Measured(float(error), f"the weights changed at token {at}; the worst logprob after it is {error:.2g} off")
 
 
 def greedy_error(model: str, completions: Iterable[SampledCompletion]) -> Measured:
