@@ -66,6 +66,14 @@ def test_what_is_added_raises_the_minor_version(what: str):
     assert problem(BEFORE, TODAY | ADDED[what], (1, 4)) == RAISED
 
 
+def test_only_a_guarded_literal_may_get_more_values():
+    for address, harmless in (("enginehouse.engines.PauseMode", True), ("enginehouse.engines.FinishReason", False)):
+        before = {"names": BEFORE["names"] | {address: {"since": "1.0", "says": "= Literal['abort', 'wait']"}}}
+        for now, more in (("= Literal['abort', 'wait', 'keep']", True), ("= Literal['abort', 'keep']", False)):
+            found = problem(BEFORE | before, TODAY | {address: Name(now)}, (1, 4))
+            assert found == RAISED if harmless and more else "these break plugins" in found
+
+
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_breaks_plugins_is_refused_but_by_a_major_version(what: str):
     for offered in ((1, 3), (1, 4)):

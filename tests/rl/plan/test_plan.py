@@ -594,6 +594,11 @@ def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(limited
     assert not any("Mondays" in note or "pause_keep" in note for note in planned.notes)
     stale = limited(backend, "train.staleness=1", "rollout.placement=separate", "cluster.launcher=ray")
     assert any("each weight update waits until the running requests have ended" in note for note in stale.notes)
+    keeps = "rollout.cache_at_update=keep"
+    with pytest.raises(ConfigError, match="engine 'limited' cannot keep keys and values over a weight update"):
+        limited(backend, keeps, "train.staleness=1", "rollout.placement=separate", "cluster.launcher=ray")
+    with pytest.raises(ConfigError, match="cache_at_update=keep has no effect"):
+        limited(keeps)
     slow = limited(backend, "rollout.engine.options.max_running=1")
     assert "rollout.engine.options: it is slow on Mondays" in slow.notes
     said = refusal(limited, backend, "rollout.sampling.stop=[x]")

@@ -65,7 +65,8 @@ class Completion:
         logprobs: log-probability of each token, in nats, under `logits / temperature` over the whole vocabulary, before
             top-k and top-p. A trainer computes the same. Greedy sampling uses temperature 1.
         finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
-        first_version: weight version that sampled the first token.
+        first_version: weight version that sampled the first token, or the older one of keys and values that
+            `pause("keep_cache")` kept.
         last_version: weight version that sampled the last token. It differs from `first_version` only after
             `pause("keep")` or `pause("keep_cache")`.
     """

@@ -22,6 +22,7 @@ class PendingCompletion:
 
     Attributes:
         versions: Weight versions of the first and the last token of each answer.
+        cached: Weight version with which its first row shares cached keys and values.
         reason: Finish reason; None until the completion ends.
         rows: Number of rows that were sent to SGLang for this completion.
         aborted: True if this engine was asked to abort the completion.
@@ -33,6 +34,7 @@ class PendingCompletion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    cached: int | None = None
     reason: Any = None
     prompt_logprobs: list[float] | None = None
     rows: int = 0
@@ -43,12 +45,12 @@ class PendingCompletion:
         """Id by which SGLang knows the newest row."""
         return f"{self.rid}-{self.rows}"
 
-    def build_row(self, sampling: SamplingParams, ends: frozenset[int], version: str) -> dict[str, Any]:
+    def build_row(self, sampling: SamplingParams, ends: frozenset[int], labels: Labels, served: int) -> dict[str, Any]:
         """Build the row that asks SGLang for the missing tokens.
 
         Args:
             ends: Tokens that end the completion.
-            version: Name of the weight version, with which alone the row shares cached keys and values.
+            served: Weight version, with whose rows alone this row shares cached keys and values.
         """
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - len(self.tokens),
@@ -63,13 +65,14 @@ class PendingCompletion:
         if sampling.stop:
             parameters["stop"] = list(sampling.stop)
         self.rows += 1
+        self.cached = served if self.cached is None else self.cached
         scores_prompt = sampling.prompt_logprobs and self.prompt_logprobs is None
         return {
             "rid": self.row_id,
             "input_ids": self.prompt + self.tokens,
             "sampling_params": parameters,
             "logprob_start_len": 0 if scores_prompt else -1,
-            "extra_key": version,
+            "extra_key": labels.label(served),
         }
 
     def take(

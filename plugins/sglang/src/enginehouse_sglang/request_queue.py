@@ -174,8 +174,8 @@ class RequestQueue:
                     if completion.aborted:
                         completion.end("abort", self._weights.version)
                 missing = [completion for completion in missing if not completion.aborted]
-                version = self._labels.label(self._weights.version)
-                rows = [completion.build_row(sampling, ends, version) for completion in missing]
+                served = self._weights.version
+                rows = [completion.build_row(sampling, ends, self._labels, served) for completion in missing]
                 answers = await self._server().generate(rows) if rows else []
             served = self._weights.version
             missing = [
@@ -183,6 +183,9 @@ class RequestQueue:
                 for completion, answer in zip(missing, answers, strict=True)
                 if not completion.take(answer, sampling, ends, self._labels, served)
             ]
+        if self._weights.keeps_cache:
+            for completion in completions:
+                completion.versions[:0] = [] if completion.cached is None else [completion.cached]
 
     async def _note_progress(self) -> None:
         """Note progress while SGLang has requests and its load changes; a scheduler that hangs reports no change."""

@@ -36,13 +36,15 @@ T = TypeVar("T")
 class RunningRequest:
     """A request without a result yet. Its `id` need not be unique, and vLLM may not know an aborted request yet.
 
-    `ready` is set once the request may be sent to vLLM: at once, or after a pause.
+    `ready` is set once the request may be sent to vLLM: at once, or after a pause. `version` is the weight version that
+    was served when it was sent.
     """
 
     id: str
     samples: int
     aborted: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    version: int | None = None
 
     def abort(self) -> None:
         """Have the request end as aborted, even if it waits for the end of a pause."""
@@ -161,7 +163,8 @@ class VLLMRollout:
             raise
         finally:
             del self._running[name]
-        result = self._translator.build_result(request, output, self._weights.version)
+        cached = running.version if self._weights.keeps_cache else None
+        result = self._translator.build_result(request, output, self._weights.version, cached)
         if output is not None and sampling.extra_args:
             notes = await self._wait_for(_take_kept(llm, name))
             result = add_kept_probability(result, next(filter(None, notes), {}), sampling.seed)
@@ -179,11 +182,13 @@ class VLLMRollout:
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         async def generate() -> RequestOutput | None:
-            await self._running[name].ready.wait()
-            if self._running[name].aborted:
+            running = self._running[name]
+            await running.ready.wait()
+            if running.aborted:
                 return None
             self._weights.check()
-            inputs = tokens_input(prompt, cache_salt=str(self._weights.version))
+            running.version = self._weights.version
+            inputs = tokens_input(prompt, cache_salt=str(running.version))
             outputs = [output async for output in llm.generate(inputs, sampling, name)]
             return outputs[-1]
 

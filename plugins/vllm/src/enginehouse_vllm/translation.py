@@ -102,26 +102,37 @@ class RequestTranslator:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def build_result(self, request: GenerateRequest, output: RequestOutput | None, served: int) -> GenerateResult:
-        """Return the result of a request; `output` is None if it was aborted before vLLM knew of it."""
+    def build_result(
+        self, request: GenerateRequest, output: RequestOutput | None, served: int, cached: int | None = None
+    ) -> GenerateResult:
+        """Return the result of a request.
+
+        Args:
+            output: vLLM's output; None if the request was aborted before vLLM knew of it.
+            served: Version for completions without tokens.
+            cached: Oldest version of the keys and values that the request may have used; None: that of its first token.
+        """
         if output is None:
             return GenerateResult(request.id, (Completion((), (), "abort", served, served),) * request.sampling.n)
         prompt_logprobs = None
         if request.sampling.prompt_logprobs and output.prompt_logprobs is not None:
             prompt_logprobs = [0.0, *_first_of_each(output.prompt_logprobs)]
-        completions = [self._build_completion(request, part, served) for part in output.outputs]
+        completions = [self._build_completion(request, part, served, cached) for part in output.outputs]
         if len(completions) == 1:  # greedy samples are all the same
             completions *= request.sampling.n
         return GenerateResult(request.id, tuple(completions), prompt_logprobs)
 
-    def _build_completion(self, request: GenerateRequest, output: CompletionOutput, served: int) -> Completion:
+    def _build_completion(
+        self, request: GenerateRequest, output: CompletionOutput, served: int, cached: int | None
+    ) -> Completion:
         reason = output.finish_reason
         if reason not in ("stop", "length", "abort"):
             raise EnginehouseError(f"{self.where}: vllm ended request {request.id!r} with {reason!r}")
         if request.sampling.max_tokens == 0:
             return Completion((), (), "abort" if reason == "abort" else "length", served, served)
         versions = [int(span.version) for span in output.weight_versions or ()] or [served]
-        return Completion(list(output.token_ids), _first_of_each(output.logprobs), reason, versions[0], versions[-1])
+        first = versions[0] if cached is None else min(cached, versions[0])
+        return Completion(list(output.token_ids), _first_of_each(output.logprobs), reason, first, versions[-1])
 
 
 def add_kept_probability(result: GenerateResult, kept: Mapping[str, Sequence[float]], seed: int) -> GenerateResult:

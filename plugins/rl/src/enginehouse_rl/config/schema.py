@@ -289,6 +289,12 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(
         default=8, gt=0, description="Number of responses sampled for each prompt of a step"
     )
+    cache_at_update: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="With train.staleness: what happens to the keys and values of responses that a weight update "
+        "interrupts. recompute: they are computed again from the new weights; keep: the responses continue with those "
+        "of the old weights, which saves time. Later prompts never use them.",
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     keep: FilterConfig | None = Field(
         default=None,

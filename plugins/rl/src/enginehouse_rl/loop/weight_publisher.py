@@ -31,8 +31,10 @@ class WeightPublisher:
 
     @property
     def _pause(self) -> PauseMode:
-        """Treatment of running requests: `"keep"` if requests may be running and the engine can keep them, else
-        `"wait"`."""
+        """Treatment of running requests: `"keep"` or `"keep_cache"` if requests may be running and the engine can keep
+        them, else `"wait"`."""
+        if self._run.plan.config.rollout.cache_at_update == "keep":
+            return "keep_cache"
         backend = self._run.roles.plans["rollout"].backend
         keeps = PAUSE_KEEP in plugins().get("rollout", backend, elsewhere=True).capabilities
         return "keep" if self._overlaps and keeps else "wait"

@@ -10,7 +10,14 @@ from typing import ClassVar
 from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import UserError
 from enginehouse.plugin import RolloutBackend
-from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
+from enginehouse.plugin.capabilities import (
+    PAUSE_KEEP,
+    PAUSE_KEEP_CACHE,
+    PROMPT_LOGPROBS,
+    SEED,
+    STOP_STRINGS,
+    WEIGHT_CHECKSUMS,
+)
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config, EngineConfig, EvaluationSamplingConfig, SamplingConfig
 from enginehouse_rl.plan.parts.draft import Fact, Part
@@ -119,6 +126,27 @@ class RolloutPart(GeneratorPart):
             self.note(
                 f"engine {engine.name!r} cannot hold requests while its weights change (capability {PAUSE_KEEP!r}): "
                 "each weight update waits until the running requests have ended"
+            )
+        if section.cache_at_update == "keep":
+            self._check_kept_cache(engine)
+
+    def _check_kept_cache(self, engine: RoleEngine) -> None:
+        """Check that the engine can keep keys and values over a weight update, and that nobody else could read them."""
+        key = "rollout.cache_at_update=keep"
+        if not self.config.train.staleness:
+            self.refuse(
+                f"{key} has no effect if train.staleness is 0, because then no response is generated during a weight "
+                "update: remove it, or set train.staleness=1"
+            )
+        elif engine.lacks(PAUSE_KEEP_CACHE):
+            self.refuse(
+                f"{key}: engine {engine.name!r} cannot keep keys and values over a weight update (capability "
+                f"{PAUSE_KEEP_CACHE!r}); use recompute"
+            )
+        elif engine.typed is not None and (engine.typed.servers() or getattr(engine.typed, "openai_endpoint", None)):
+            self.refuse(
+                f"{key}: other clients of engine {engine.name!r} could get answers of old keys and values; use "
+                "recompute, or no openai_endpoint and no running server"
             )
 
 
