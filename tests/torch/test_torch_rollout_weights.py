@@ -185,14 +185,15 @@ async def test_weights_without_a_start_and_versions_that_do_not_rise_are_refused
             await engine.finish_weight_update(7)
 
 
+@pytest.mark.parametrize("mode", ["keep", "keep_cache"])
 @pytest.mark.parametrize("fused", [True, False])
-async def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused):
+async def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused, mode):
     old, new = tiny_model(), tiny_model(seed=1)
     async with launched(old, fused=fused) as engine:
         gate = Gate(engine, after=4)
         running = await posted(generate(engine, PROMPT, [9, 8], temperature=0, max_tokens=10, ignore_eos=True))
         await gate.reached()
-        pausing = await posted(engine.pause("keep"))
+        pausing = await posted(engine.pause(mode))
         gate.open()
         await pausing
         await update(engine, weights_of(new), 2)
@@ -202,7 +203,11 @@ async def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused):
         completion = result.completions[0]
         assert (completion.first_version, completion.last_version, completion.finish_reason) == (0, 2, "length")
         assert completion.token_ids[:4] == plain_greedy(old, prompt, 4)
-        assert completion.token_ids == mixed_greedy(old, new, prompt, 4, 10)
+        begun = list(completion.token_ids[:4])
+        if mode == "keep":
+            assert completion.token_ids[4:] == plain_greedy(new, prompt + begun, 6)
+        else:
+            assert completion.token_ids == mixed_greedy(old, new, prompt, 4, 10)
 
 
 @torch.no_grad()
