@@ -150,6 +150,7 @@ async def sleep_while_paused(engine: VLLMRollout) -> tuple[GenerateResult, Gener
     await engine.pause()
     await engine.sleep(("kv_cache",))
     await engine.wake_up()
+    assert await engine.native.is_paused(), "clients of the endpoint would be answered"
     aborted, drawn = await begun(
         engine.generate(request("aborted", PROMPT, **LONG)), engine.generate(request("drawn", PROMPT, max_tokens=2))
     )

@@ -50,7 +50,7 @@ class TestTensorParallel(RolloutEngineSuite):
 
     backend = "sglang"
     layouts = ("tp2",)
-    checks = ("greedy", "logprobs", "update", "prefix_cache", "pause_keep", "pause_keep_cache", "shutdown")
+    checks = ("greedy", "logprobs", "update", "prefix_cache", "kept_recomputed", "pause_keep_cache", "shutdown")
     runtime = RUNTIME
 
 

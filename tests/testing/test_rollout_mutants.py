@@ -11,7 +11,7 @@ from enginehouse_testing.running import Certifier, cases
 pytestmark = pytest.mark.slow
 
 DRAWN = {"token_ids", "logprobs", "many", "ends", "stop_strings"}
-PAUSES = {"pause_abort", "pause_wait", "pause_keep", "pause_keep_cache"}
+PAUSES = {"pause_abort", "pause_wait", "pause_keep", "kept_recomputed", "pause_keep_cache"}
 SERVED = {"update", "prefix_cache", "interrupted_update", "staged_while_generating", "lent_weights"}
 
 MUTANTS = [
@@ -28,8 +28,8 @@ MUTANTS = [
     ("AbortLosesTokens", {"abort_one", "abort_all", "pause_abort"}),
     ("VersionOff", {*PAUSES, *SERVED}),
     ("PauseIgnored", PAUSES),
-    ("KeptAborted", {"pause_keep", "pause_keep_cache", "kept_whole"}),
-    ("OldCacheKept", {"pause_keep"}),
+    ("KeptAborted", {"pause_keep", "kept_recomputed", "pause_keep_cache", "kept_whole"}),
+    ("OldCacheKept", {"kept_recomputed"}),
     ("CacheDropped", {"pause_keep_cache"}),
     ("HealthOfTheDead", {"health"}),
     ("StaleReportedAsNew", {*PAUSES, *SERVED, "small_updates", "sleep"}),
@@ -53,7 +53,15 @@ MUTANTS = [
 ALSO = {
     "SamplesRepeated": {"ends"},
     "CompletionMissing": {"logprobs", "truncation", "ends"},
-    "BatchByBatch": {"abort_one", "abort_all", "pause_abort", "pause_keep", "pause_keep_cache", "health"},
+    "BatchByBatch": {
+        "abort_one",
+        "abort_all",
+        "pause_abort",
+        "pause_keep",
+        "kept_recomputed",
+        "pause_keep_cache",
+        "health",
+    },
 }
 """What may fail besides: by chance, as few different samples may hold no end of the text, and a completion may come to
 the prompt it is of; or as it takes the same."""

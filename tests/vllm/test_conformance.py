@@ -45,11 +45,14 @@ class TestFurtherLaunches(RolloutEngineSuite):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 class TestTensorParallel(RolloutEngineSuite):
+    """Two processes, and no endpoint, with which a cache cannot be kept."""
+
     backend = "vllm"
     layouts = ("tp2",)
-    checks = ("greedy", "logprobs", "prompt_logprobs", "update", "interrupted_update", "shutdown")
+    checks = (
+        "greedy", "logprobs", "prompt_logprobs", "update", "interrupted_update", "pause_keep_cache", "shutdown",
+    )  # fmt: skip
     runtime = RUNTIME
 
 

@@ -184,8 +184,8 @@ class Engine:
     async def pause(self, mode: str = "abort") -> None:
         """Generate nothing until `resume`."""
         self._check()
-        if mode == "keep":
-            raise EnginehouseError("my_rollout does not declare 'pause_keep'")
+        if mode not in ("abort", "wait"):
+            raise EnginehouseError(f"my_rollout does not declare 'pause_{mode}'")
         if mode == "wait":
             most, self._most = self._most, 0
             while self._running:

@@ -129,8 +129,8 @@ class UnpromisingEngine(UnreadableEngine):
         return await super().generate(request)
 
     async def pause(self, mode="wait"):
-        if mode == "keep":
-            raise EnginehouseError("this engine does not declare pause_keep")
+        if mode in ("keep", "keep_cache"):
+            raise EnginehouseError(f"this engine does not declare pause_{mode}")
         await super().pause(mode)
 
     async def sleep(self, *tags):

@@ -65,8 +65,8 @@ class Completion:
         logprobs: log-probability of each token, in nats, under `logits / temperature` over the whole vocabulary, before
             top-k and top-p. A trainer computes the same. Greedy sampling uses temperature 1.
         finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
-        first_version: weight version that sampled the first token, or the older one of keys and values that
-            `pause("keep_cache")` kept.
+        first_version: weight version that sampled the first token. After `pause("keep_cache")` an older version, if the
+            request may have used its keys and values.
         last_version: weight version that sampled the last token. It differs from `first_version` only after
             `pause("keep")` or `pause("keep_cache")`.
     """
@@ -174,10 +174,14 @@ class RolloutEngine(Protocol):
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating. Return once nothing is running.
 
-        `"abort"` ends running requests with the tokens they have, `"wait"` lets them finish, and `"keep"` freezes them
-        until `resume`. After a weight update, frozen requests continue with keys and values that are computed again
-        from the new weights. After `"keep_cache"`, requests that arrived before the pause continue with the keys and
-        values of the old weights, which no later request reads. Requests that arrive while paused wait.
+        `"abort"` ends running requests with the tokens they have, `"wait"` lets them finish, and `"keep"` and
+        `"keep_cache"` freeze them until `resume`. If the weights change meanwhile, `"keep"` computes their keys and
+        values again from the new weights. `"keep_cache"` lets them continue with the old ones, which no request reads
+        that arrives after the pause. Requests that arrive while paused wait.
+
+        Raises:
+            EnginehouseError: if the engine does not declare the capability of the mode, or cannot keep its cache now,
+                for instance because other clients use it.
         """
         ...
 

@@ -129,8 +129,8 @@ class StagedWeights(StagedUpdate[Version]):
 
         Args:
             version: the version that was started.
-            switch: makes the engine serve a version, and drops what was computed from older weights. If it fails, it
-                makes the engine serve `served` again and raises `WeightSyncError`, or it calls `lose`.
+            switch: makes the engine serve a version, and drops what was computed from older weights unless it is kept.
+                If it fails, it makes the engine serve `served` again and raises `WeightSyncError`, or it calls `lose`.
 
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the engine could not

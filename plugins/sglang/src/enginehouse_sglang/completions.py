@@ -22,7 +22,8 @@ class PendingCompletion:
 
     Attributes:
         versions: Weight versions of the first and the last token of each answer.
-        cached: Weight version with which its first row shares cached keys and values.
+        cached: Weight version whose cached keys and values its first row may use.
+        kept: True if its keys and values were kept over a weight update.
         reason: Finish reason; None until the completion ends.
         rows: Number of rows that were sent to SGLang for this completion.
         aborted: True if this engine was asked to abort the completion.
@@ -35,6 +36,7 @@ class PendingCompletion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int | None = None
+    kept: bool = False
     reason: Any = None
     prompt_logprobs: list[float] | None = None
     rows: int = 0
@@ -50,7 +52,7 @@ class PendingCompletion:
 
         Args:
             ends: Tokens that end the completion.
-            served: Weight version, with whose rows alone this row shares cached keys and values.
+            served: Weight version. The row uses only cached keys and values of rows that were sent at this version.
         """
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - len(self.tokens),
@@ -116,6 +118,8 @@ class PendingCompletion:
     def end(self, reason: str, served: int) -> None:
         """Set the finish reason. A completion without tokens gets the served version as its weight version."""
         self.reason, self.versions = reason, self.versions or [served]
+        if self.kept and self.cached is not None:
+            self.versions.insert(0, self.cached)
 
 
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
 from enginehouse.engines.plain_path import PlainPath
@@ -36,6 +36,8 @@ class SGLangRollout:
 
     * A request is one HTTP request with a row for each sample, and ends by itself. If more than `MOST_CONNECTIONS`
       arrive in one turn of the event loop, some share a connection and are answered together (`RequestQueue`).
+    * After `pause("keep_cache")`, the token that SGLang was computing is reported with the version that is served after
+      the pause, and an aborted request ends only after `resume`.
     * On a server that ran already, a pause also holds the requests of other clients, and does not end them.
     * A server that dies ends the replica: unfinished requests and every later call raise `SGLangFailed`.
     * Every method that needs the server raises `WeightsLost` if a weight update left it without a complete model.
@@ -43,7 +45,7 @@ class SGLangRollout:
 
     def __init__(self) -> None:
         self._server: SGLangServer | None = None
-        self._held = False
+        self._held: Literal["no", "retracted", "in place"] = "no"
         self._asleep: frozenset[str] = frozenset()
 
     @property
@@ -72,6 +74,7 @@ class SGLangRollout:
         spec = replace(model, path=self._plain.path)
         self._weights = SGLangWeights(spec, self._where, labels)
         self._queue = RequestQueue(lambda: self.server, self._weights, labels, self._ends)
+        self._has_clients = bool(options.endpoint or options.openai_endpoint)
         self._can_sleep = not options.endpoint and (context.takes_turns or context.device == "cpu")
         if context.device == "cpu" and importlib.util.find_spec("torchvision") is not None:
             await asyncio.to_thread(declare_operators)  # transformers, which `learn` asks, imports torchvision too
@@ -148,16 +151,27 @@ class SGLangRollout:
         await self._queue.abort(ids)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        server = self.server
+        server, keeps_cache = self.server, mode == "keep_cache"
+        if keeps_cache and self._has_clients:
+            raise EnginehouseError(
+                f"{self._where}: the cache cannot be kept over a weight update while the server has other clients, who "
+                "would get answers computed from old keys and values"
+            )
         self._queue.paused = True
+        if self._held == "in place":
+            await self._hold(keeps_cache)
         if mode == "abort":
             await self._queue.abort()
-        if mode not in ("keep", "keep_cache"):
+        if mode in ("abort", "wait"):
             await server.wait_while_alive(self._queue.wait_for_sent())
-        self._weights.keeps_cache = mode == "keep_cache"
-        if not self._held:
-            await self.server.hold(in_place=self._weights.keeps_cache)
-            self._held = True
+        await self._hold(keeps_cache)
+        self._weights.keeps_cache = keeps_cache
+
+    async def _hold(self, in_place: bool = False) -> None:
+        """Stop SGLang, unless it is stopped. Rows that are held in place can also lose their keys and values later."""
+        if self._held == "no" or (self._held == "in place" and not in_place):
+            await self.server.hold(in_place)
+            self._held = "in place" if in_place else "retracted"
 
     async def resume(self) -> None:
         await self._go_on()
@@ -168,7 +182,7 @@ class SGLangRollout:
         """Have SGLang generate again, if it is awake and has weights."""
         if not self._asleep and not self._weights.is_lost:
             await self.server.go_on()
-            self._held = False
+            self._held = "no"
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
         """Free memory; requests of other clients wait until everything is awake and has weights."""
@@ -186,9 +200,7 @@ class SGLangRollout:
         try:
             if "weights" in parts:
                 self._weights.forget()
-            if not self._held:
-                self._held = True
-                await server.hold()
+            await self._hold()
             await server.release(sorted(parts))
         except BaseException:
             self._asleep = before  # the caller may try again; without weights nothing is generated either way
@@ -214,6 +226,8 @@ class SGLangRollout:
 
     async def finish_weight_update(self, version: int) -> None:
         await self._weights.commit(self.server, self._ranks, version)
+        if self._weights.keeps_cache:
+            self._queue.note_kept()
 
     async def abort_weight_update(self) -> None:
         self._weights.discard()
@@ -233,6 +247,6 @@ class SGLangRollout:
         self._queue.close(SGLangFailed(f"{self._where}: the sglang rollout engine was shut down"))
         if server.process is not None:
             await server.process.end()
-        elif self._held:
+        elif self._held != "no":
             await server.go_on()
         self._plain.close()

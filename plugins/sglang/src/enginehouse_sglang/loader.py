@@ -53,6 +53,8 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 def _load(model: Any, order: dict[str, Any]) -> None:
     source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
     source.check()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a pause in place leaves the last pass running
     missing = find_unfilled(model, lambda: model.load_weights(iter(source)))
     if missing:
         raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)

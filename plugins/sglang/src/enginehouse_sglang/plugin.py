@@ -45,8 +45,12 @@ def enginehouse_register_backends(register):
                 "cuda": RequirementSet(requirements=("sglang>=0.5.21,<0.6",), module="sglang"),
             },
             layouts=(
-                Layout("single", options={"kv_cache_mib": 64, "openai_endpoint": "loopback"}),
-                Layout(  # as on GPUs: SGLang has a prefix cache here only without deterministic inference
+                Layout(
+                    "single",
+                    options={"kv_cache_mib": 64, "openai_endpoint": "loopback"},
+                    without=(PAUSE_KEEP_CACHE,),  # not with an endpoint
+                ),
+                Layout(  # as on GPUs: on a CPU, SGLang has a prefix cache only without deterministic inference
                     "tp2",
                     options={"kv_cache_mib": 64, "tensor_parallel": 2, "deterministic": False},
                     without=(OPENAI_ENDPOINT, SEED),

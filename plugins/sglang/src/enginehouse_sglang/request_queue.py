@@ -183,9 +183,6 @@ class RequestQueue:
                 for completion, answer in zip(missing, answers, strict=True)
                 if not completion.take(answer, sampling, ends, self._labels, served)
             ]
-        if self._weights.keeps_cache:
-            for completion in completions:
-                completion.versions[:0] = [] if completion.cached is None else [completion.cached]
 
     async def _note_progress(self) -> None:
         """Note progress while SGLang has requests and its load changes; a scheduler that hangs reports no change."""
@@ -231,6 +228,12 @@ class RequestQueue:
                 await asyncio.gather(*(server.abort(rid) for rid in rids[begin : begin + 64]))
             await asyncio.wait([pending.done for pending in requests], timeout=wait)
             wait = min(2 * wait, LONGEST_ABORT_SECONDS)
+
+    def note_kept(self) -> None:
+        """Note that the keys and values of all requests that SGLang has were kept over a weight update."""
+        for pending in self._pending.values():
+            for completion in pending.completions if pending.sent else ():
+                completion.kept = True
 
     async def wait_for_sent(self) -> None:
         """Wait until SGLang has answered every request that it has now."""

@@ -97,7 +97,7 @@ class TorchRolloutOptions(RolloutOptions):
         description="Use the faster forward pass if the model's architecture is known and a check finds it correct",
     )
     prefill_tokens: int = Field(
-        16384, gt=0, description="Maximum number of prompt tokens, padding included, in one forward pass"
+        16384, gt=0, description="Maximum number of tokens, padding included, in a forward pass over prompts"
     )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:

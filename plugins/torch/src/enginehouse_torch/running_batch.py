@@ -129,13 +129,14 @@ class RunningBatch:
         if live is None:
             return
         live.cache = KVCache(self._layers, 0)  # frees the old one
-        rows = live.rows.take(live.rows.alive)
-        together = max(1, self._prefill_tokens // int(rows.cached.max()))
-        pieces = []
-        for begin in range(0, len(rows), together):
-            chunk = rows.take(np.arange(begin, min(begin + together, len(rows))))
+        rows = live.rows.take(np.flatnonzero(live.rows.alive)[np.argsort(-live.rows.cached[live.rows.alive])])
+        pieces, begin = [], 0
+        while begin < len(rows):  # longest first, so that a pass has rows of similar lengths
+            end = begin + max(1, self._prefill_tokens // int(rows.cached[begin]))
+            chunk = rows.take(np.arange(begin, min(end, len(rows))))
             cache, _, _ = self._forward_rows(chunk.cached_tokens(), all_logits=False)
             pieces.append((chunk, cache, np.arange(len(chunk))))
+            begin = end
         self._assemble(pieces)
 
     def clear(self) -> None:

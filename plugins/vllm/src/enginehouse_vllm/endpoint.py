@@ -27,8 +27,8 @@ GRACE_SECONDS = 1
 class OpenAIServer:
     """Serves clients at `url`, on the event loop of the engine's other requests.
 
-    The engine treats their requests like all others: it holds or ends them when it is paused, and answers them from the
-    weights that it serves. Requests of the run have no priority.
+    The engine holds or ends their requests when it is paused, and answers them from the weights that it serves.
+    Requests of the run have no priority.
     """
 
     def __init__(self, host: str):

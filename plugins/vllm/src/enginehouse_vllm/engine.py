@@ -37,7 +37,7 @@ class RunningRequest:
     """A request without a result yet. Its `id` need not be unique, and vLLM may not know an aborted request yet.
 
     `ready` is set once the request may be sent to vLLM: at once, or after a pause. `version` is the weight version that
-    was served when it was sent.
+    was served when it was sent; `kept` is True if its keys and values were kept over an update.
     """
 
     id: str
@@ -45,6 +45,7 @@ class RunningRequest:
     aborted: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     version: int | None = None
+    kept: bool = False
 
     def abort(self) -> None:
         """Have the request end as aborted, even if it waits for the end of a pause."""
@@ -163,7 +164,7 @@ class VLLMRollout:
             raise
         finally:
             del self._running[name]
-        cached = running.version if self._weights.keeps_cache else None
+        cached = running.version if running.kept else None
         result = self._translator.build_result(request, output, self._weights.version, cached)
         if output is not None and sampling.extra_args:
             notes = await self._wait_for(_take_kept(llm, name))
@@ -207,6 +208,11 @@ class VLLMRollout:
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         llm = self.native
+        if mode == "keep_cache" and self._server is not None:
+            raise EnginehouseError(
+                f"{self._where}: the cache cannot be kept over a weight update while there is an OpenAI endpoint: its "
+                "clients would get answers computed from old keys and values"
+            )
         self._paused = True
         before = set(self._running)
         self._weights.keeps_cache = mode == "keep_cache"
@@ -222,6 +228,10 @@ class VLLMRollout:
         if not self._asleep:
             await self._wait_for(llm.resume_generation())
         self._paused, self._held = False, None
+        self._release()
+
+    def _release(self) -> None:
+        """Let waiting requests go on."""
         for running in self._running.values():
             running.ready.set()
 
@@ -267,7 +277,13 @@ class VLLMRollout:
         await asyncio.to_thread(self._weights.stage, chunk)
 
     async def finish_weight_update(self, version: int) -> None:
-        await self._wait_for(self._weights.commit(self.native, version))
+        try:
+            await self._wait_for(self._weights.commit(self.native, version))
+        finally:
+            if self._weights.is_lost:  # `resume` cannot be called any more
+                self._release()
+        for running in self._running.values():
+            running.kept |= self._weights.keeps_cache and running.version is not None
 
     async def abort_weight_update(self) -> None:
         self._weights.discard()
@@ -304,9 +320,9 @@ class VLLMRollout:
     async def shutdown(self) -> None:
         """End the endpoint and vLLM's processes; open requests return as aborted."""
         llm, self._llm = self._llm, None
+        for running in self._running.values():
+            running.abort()
         if llm is not None and not llm.errored:
-            for running in self._running.values():
-                running.abort()
             await llm.abort(list(self._running))
         if self._server is not None:
             await self._server.end()

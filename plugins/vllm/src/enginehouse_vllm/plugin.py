@@ -43,7 +43,11 @@ def enginehouse_register_backends(register):
                 "cuda": RequirementSet(requirements=("vllm>=0.32,<0.33",), module="vllm"),
             },
             layouts=(
-                Layout("single", options={"kv_cache_mib": 64, "openai_endpoint": "loopback"}),
+                Layout(
+                    "single",
+                    options={"kv_cache_mib": 64, "openai_endpoint": "loopback"},
+                    without=(PAUSE_KEEP_CACHE,),  # not with an endpoint
+                ),
                 Layout("tp2", options={"kv_cache_mib": 64, "tensor_parallel": 2}, without=(OPENAI_ENDPOINT,)),
             ),
         )

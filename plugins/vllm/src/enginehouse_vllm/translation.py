@@ -110,7 +110,8 @@ class RequestTranslator:
         Args:
             output: vLLM's output; None if the request was aborted before vLLM knew of it.
             served: Version for completions without tokens.
-            cached: Oldest version of the keys and values that the request may have used; None: that of its first token.
+            cached: Oldest version of the keys and values that the request may have used; None: that of its first token
+                is the oldest.
         """
         if output is None:
             return GenerateResult(request.id, (Completion((), (), "abort", served, served),) * request.sampling.n)
@@ -129,7 +130,8 @@ class RequestTranslator:
         if reason not in ("stop", "length", "abort"):
             raise EnginehouseError(f"{self.where}: vllm ended request {request.id!r} with {reason!r}")
         if request.sampling.max_tokens == 0:
-            return Completion((), (), "abort" if reason == "abort" else "length", served, served)
+            first = served if cached is None else min(cached, served)
+            return Completion((), (), "abort" if reason == "abort" else "length", first, served)
         versions = [int(span.version) for span in output.weight_versions or ()] or [served]
         first = versions[0] if cached is None else min(cached, versions[0])
         return Completion(list(output.token_ids), _first_of_each(output.logprobs), reason, first, versions[-1])

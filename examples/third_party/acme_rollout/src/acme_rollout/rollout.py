@@ -150,6 +150,8 @@ class AcmeRolloutEngine:
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating, and return once no request runs; new requests wait."""
         self._check()
+        if mode == "keep_cache":
+            raise EnginehouseError("acme_engine does not declare 'pause_keep_cache'")
         self._paused, self._draining = True, mode == "wait"
         async with self._boundary:
             if mode == "abort":

@@ -145,8 +145,8 @@ class RolloutPart(GeneratorPart):
             )
         elif engine.typed is not None and (engine.typed.servers() or getattr(engine.typed, "openai_endpoint", None)):
             self.refuse(
-                f"{key}: other clients of engine {engine.name!r} could get answers of old keys and values; use "
-                "recompute, or no openai_endpoint and no running server"
+                f"{key}: other clients of engine {engine.name!r} could get answers computed from old keys and values; "
+                "use recompute, or remove openai_endpoint and the URLs of running servers"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -173,9 +172,15 @@ def pause_wait(paused: Paused) -> Measured:
 
 @CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP)
 def pause_keep(paused: Paused) -> Measured:
-    """A request kept over an update continues with the new weights, from which its keys and values are computed again,
-    and reports both versions; requests that arrive while paused wait."""
-    return _judge_kept(*paused, keeps_cache=False)
+    """A request kept over an update continues with the new weights and reports both versions; requests that arrive
+    while paused wait."""
+    return _judge_kept(*paused)
+
+
+@CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP, since="1.1")
+def kept_recomputed(paused: Paused) -> Measured:
+    """A request kept over an update continues with keys and values that are computed again from the new weights."""
+    return larger(_judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=False))
 
 
 @CHECKS.judge(
@@ -186,10 +191,10 @@ def pause_keep(paused: Paused) -> Measured:
 def pause_keep_cache(paused: Paused) -> Measured:
     """A request kept with its cache over an update continues with the new weights and the old keys and values; requests
     that arrive while paused wait, and use no keys and values of the old weights."""
-    return _judge_kept(*paused, keeps_cache=True)
+    return larger(_judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=True))
 
 
-def _judge_kept(early: SampledCompletion, late: SampledCompletion, version: int, keeps_cache: bool) -> Measured:
+def _judge_kept(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
     """Compare a request from before the pause with both models, and the request during the pause with the new model."""
     if (len(early.tokens), early.reason) != (LONG, "length"):
         return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
@@ -198,12 +203,10 @@ def _judge_kept(early: SampledCompletion, late: SampledCompletion, version: int,
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
     if serves("tied", [early]).error <= LOGPROB_TOLERANCE:
         return wrong("a request kept over an update used the old weights until its end")
-    parts = [
+    return larger(
         prefixed("its first token", serves("tied", [begun])),
-        prefixed("its tokens of the new weights", switched_error("tied", "tied, new", early, keeps_cache)),
         prefixed("a request that arrived while paused", serves("tied, new", [late], version)),
-    ]
-    return functools.reduce(larger, parts)
+    )
 
 
 async def _keep_often(replica: ReplicaTrial) -> list[SampledCompletion]:
