@@ -57,6 +57,7 @@ def test_it_goes_on_after_ctrl_c_and_after_a_combination_that_fails(house: Path,
     assert "weight update" in broken["reason"]
     assert str(house) not in json.dumps(found), "paths that are only true here"
     page = (house / "found" / "matrix.md").read_text()
+    assert "\nenginehouse matrix --steps 2 --processes 1 --output found/matrix.md\n" in page
     for row in (found["inproc"], found["shared_memory"]):
         assert f"{row['figures']['tokens_per_second']:,.0f}" in page
     assert broken["reason"].splitlines()[0] in page

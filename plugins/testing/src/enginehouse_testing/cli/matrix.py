@@ -207,5 +207,6 @@ def _command(page: Path, steps: int, processes: int, plugin: str | None) -> str:
     """Return the command that writes the whole page again."""
     setting = {"--plugin": plugin, "--steps": steps, "--processes": processes}
     defaults = {option.opts[0]: option.default for option in matrix.params}
-    words = [str(word) for name, value in setting.items() if value != defaults[name] for word in (name, value)]
+    changed = {name: value for name, value in setting.items() if value is not None and value != defaults[name]}
+    words = [str(word) for option in changed.items() for word in option]
     return shlex.join(["enginehouse", "matrix", *words, "--output", str(page)])
