@@ -143,7 +143,7 @@ def step() -> Picture:
     steps: list[tuple[str, tuple[str, ...], str]] = [
         ("feed", ("begins tasks, as far ahead", "as train.staleness allows"), BLUE),
         ("generate", ("the rollout fleet answers: tokens,", "their logprobs and weight versions"), SAND),
-        ("rewards", ("in processes of their own,", "with a deadline, as samples end"), BLUE),
+        ("rewards", ("in separate processes,", "with a deadline, as samples end"), BLUE),
         ("scores and logprobs", ("reward model, reference, critic,", "if an advantage or a loss needs them"), SAND),
         ("advantage", ("of whole groups of samples",), BLUE),
         ("update", ("each rank trains on its rows;", "the next step begins meanwhile"), SAND),

@@ -63,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
 def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is_asked_for(run, wheelhouse, tmp_path):
     installed(tmp_path / "site", "swift-engine", version="2.0")
     made = run("create", "swift", "--variant", "cpu")
-    assert "This environment also meets the requirements of 'swift'" in made.stdout
+    assert "This Python environment also meets the requirements of 'swift'" in made.stdout
     assert made.stdout.rstrip().endswith("set engine.runtime=own in the config")
     assert choose_runtime(swift(), "own").name == make_recipe(swift(), "cpu").name
 

@@ -37,7 +37,7 @@ def test_a_critic_that_does_not_follow_the_actors_backend_is_noted(make: Callabl
     """Options of its own make it an engine of its own, whose backend is the default."""
     own = ["critic.shares=actor", "critic.engine.options.lr=1e-3"]
     said = (
-        "critic.engine names no backend, so the default backend 'torch' runs the critic, and not 'fsdp', the backend "
+        "critic.engine names no engine, so the default engine 'torch' runs the critic, and not 'fsdp', the engine "
         "of the actor. To use that one, set critic.engine.backend=fsdp"
     )
     fsdp = "actor.engine.backend=fsdp"

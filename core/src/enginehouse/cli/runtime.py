@@ -212,8 +212,8 @@ def _when_used(record: Backend) -> str:
     if any(find_missing(record.requires)):
         return f"It is used wherever a config asks for {record.name!r}"
     return (
-        f"This environment also meets the requirements of {record.name!r}, and is used by default. To use the runtime, "
-        "set engine.runtime=own in the config"
+        f"This Python environment also meets the requirements of {record.name!r}, and is used by default. To use the "
+        "runtime, set engine.runtime=own in the config"
     )
 
 

@@ -57,10 +57,10 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     if wanted in ("auto", CURRENT):
         missing = list(find_missing(record.requires))
         if not missing:
-            met = "this environment meets the engine's requirements"
+            met = "this Python environment meets the engine's requirements"
             return Interpreter(CURRENT, reason="chosen by engine.runtime" if wanted == CURRENT else met)
         if wanted == CURRENT:
-            raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_join(missing)}")
+            raise RuntimeProblem(f"{record.name!r} cannot run in this Python environment: {_join(missing)}")
         reason = f"the driver's environment does not meet the engine's requirements: {missing[0]}"
         return _choose_own(record, device, _join(missing), reason, install_line(missing, find_plugin(record) or CORE))
     if wanted == OWN:

@@ -33,13 +33,15 @@ def install_plugin(name: str) -> str:
     line = pip_line(name)
     if not os.access(sysconfig.get_path("purelib"), os.W_OK):
         raise RuntimeProblem(
-            f"the plugin of {name!r} is not installed, and this environment cannot be written. Run: {line}"
+            f"the plugin of {name!r} is not installed, and this Python environment cannot be written. Run: {line}"
         )
     if importlib.util.find_spec("pip") is None:
-        raise RuntimeProblem(f"the plugin of {name!r} is not installed, and this environment has no pip. Run: {line}")
+        raise RuntimeProblem(
+            f"the plugin of {name!r} is not installed, and this Python environment has no pip. Run: {line}"
+        )
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ran.returncode:
         last = "\n".join(f"    {line}" for line in ran.stdout.strip().splitlines()[-LINES_IN_ERRORS:])
         raise MakingError(f"the plugin of {name!r} could not be installed by `{line}`:\n{last}")
     importlib.invalidate_caches()
-    return f"installed the plugin of {name!r} into this environment, without its engine: {source}"
+    return f"installed the plugin of {name!r} into this Python environment, without its engine: {source}"

@@ -677,7 +677,7 @@ function makeCharts() {
 }
 
 function showChartsHint() {
-  const sentences = [`${pointing()} a chart to read a step in all of them; drag to zoom. A dashed vertical line is an alarm's step.`];
+  const sentences = [`${pointing()} a chart to read a step in all of them${touch.matches ? "" : "; drag to zoom"}. A dashed vertical line is an alarm's step.`];
   const binned = state.runs.map((run) => run.metrics.binned).filter(Boolean);
   if (binned.length) sentences.push(`A long run: of each ${Math.max(...binned)} steps this page has only the lowest and the highest value; metrics.jsonl has all.`);
   $("charts-hint").textContent = state.charts.length ? sentences.join(" ") : "No metrics yet.";

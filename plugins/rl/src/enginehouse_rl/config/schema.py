@@ -814,9 +814,8 @@ class RunConfig(Section):
     grace_seconds: float = Field(
         default=25.0,
         gt=0,
-        description="Longest time in seconds from SIGTERM or SIGHUP to the end of the run, including the saving of "
-        "checkpoint and model; then the end is forced. After Ctrl-C there is no limit, and a second Ctrl-C forces "
-        "the end.",
+        description="Maximum seconds from SIGTERM or SIGHUP until checkpoint and model are saved; then the run is "
+        "killed. After Ctrl-C there is no limit, and a second Ctrl-C kills the run.",
     )
     trackers: list[TrackerConfig] = Field(
         default_factory=list,

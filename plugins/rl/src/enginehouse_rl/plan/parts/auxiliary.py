@@ -75,8 +75,8 @@ class AuxiliaryPart(Part[C]):
             engine = RoleEngine(run, TrainBackend, section.engine, self.name, processes)
             if "backend" not in section.engine.model_fields_set and section.engine.backend != like.backend:
                 self.note(
-                    f"{self.name}.engine names no backend, so the default backend {section.engine.backend!r} runs the "
-                    f"{self.name}, and not {like.backend!r}, the backend of the {shares or 'actor'}. To use that one, "
+                    f"{self.name}.engine names no engine, so the default engine {section.engine.backend!r} runs the "
+                    f"{self.name}, and not {like.backend!r}, the engine of the {shares or 'actor'}. To use that one, "
                     f"set {self.name}.engine.backend={like.backend}"
                 )
         elif processes != like.processes:
