@@ -115,11 +115,12 @@ class Chromium:
         return result["result"].get("value")
 
     def shape(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """Set the size of the window in CSS pixels, and the system's light or dark mode."""
+        """Set the size of the window in CSS pixels, and the system's light or dark mode. A phone has a touch screen."""
         scale = 2 if phone else 1
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
         )
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 

@@ -1,4 +1,4 @@
-"""Makes the pictures of plugins/report/README.md from existing runs.
+"""Makes the pictures of the report in docs/watching.md from existing runs.
 
     python -m benchmarks.report_pictures RUN OTHER CHAT
 
