@@ -54,7 +54,7 @@ def measure(
         pairs: pairs of engines, `train x rollout`; None: all but the first, with which enginehouse runs all seeds.
         model: directory of a chat model; empty: the real model.
         layers: number of first layers to keep, for a rehearsal; 0: all.
-        trl: True to run TRL too.
+        trl: True to run TRL too. Otherwise the picture is `learning-engines.png`, of pairs of engines alone.
 
     Raises:
         RuntimeError: a side failed (the message has the last lines that it printed), or there is no such model.
@@ -80,7 +80,11 @@ def measure(
     result["versions"] = {"enginehouse": versions(ours, "torch", "transformers", "ray")}
     if peer is not None:
         result["versions"]["trl"] = versions(peer, "torch", "transformers", "trl", "accelerate")
-    draw(plotting(), "benchmarks.learning_plot", curves=result["curves"], path=str(PICTURE))
+    curves = dict(result["curves"])
+    if not trl and seeds == 1:  # the first pair is one of all
+        curves = {" x ".join(PAIRS[0]): curves.pop(OURS), **curves}
+    picture = PICTURE if trl else PICTURE.with_name("learning-engines.png")
+    draw(plotting(), "benchmarks.learning_plot", curves=curves, path=str(picture))
     return result
 
 

@@ -10,9 +10,14 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+PENS = [(9.0, 0.25), (4.5, 0.5), (1.2, 1.0)]
+"""Width and opacity of a curve of each training engine."""
+
 
 def draw(curves: dict[str, list[list[float]]], path: str) -> None:
     """Draw the programs, with the range of their seeds, and the pairs of engines beside them.
+
+    Of pairs, a colour is a rollout engine, and a width a training engine, so that equal curves are all seen.
 
     Args:
         curves: by side, for each run, the mean reward of each step.
@@ -25,17 +30,19 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
         1, len(panels), figsize=(4.8 * len(panels), 3.6), layout="constrained", sharey=True, squeeze=False
     )
     for axis, sides in zip(axes[0], panels):
+        rollouts = list(dict.fromkeys(name.rpartition(" x ")[2] for name in sides))
         for number, (name, runs) in enumerate(sides.items()):
+            color = f"C{rollouts.index(name.rpartition(' x ')[2])}"
+            width, alpha = (1.6, 1.0) if sides is several else PENS[number // len(rollouts)]
             steps = range(1, len(runs[0]) + 1)
             values = list(zip(*runs))
-            axis.plot(steps, [sum(of) / len(of) for of in values], color=f"C{number}", label=name, linewidth=1.6)
+            means = [sum(of) / len(of) for of in values]
+            axis.plot(steps, means, color=color, label=name, linewidth=width, alpha=alpha)
             if len(runs) > 1:
-                axis.fill_between(
-                    steps, [min(v) for v in values], [max(v) for v in values], color=f"C{number}", alpha=0.2
-                )
+                axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.2)
         axis.set(xlabel="step", ylim=(0, 1))
         axis.grid(color="0.92", linewidth=0.6)
-        axis.legend(fontsize=8, loc="lower right")
+        axis.legend(**({"fontsize": 8, "loc": "lower right"} if sides is several else {"fontsize": 7, "ncol": 3}))
     axes[0][0].set_ylabel("mean reward of the step's 64 answers")
     titles = {id(several): "three seeds: mean and range", id(alone): "seed 0, each pair of engines"}
     for axis, sides in zip(axes[0], panels):

@@ -11,6 +11,10 @@ PAGES = {"README.md": "| enginehouse, `torch` for both engines |", "docs/results
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text())
 
 
+ENGINES = json.loads((ROOT / "benchmarks" / "results" / "learning_engines.json").read_text())
+TRAIN, ROLLOUT = ("torch", "fsdp", "megatron"), ("torch", "vllm", "sglang")
+
+
 def cells(page: str, begins: str) -> list[str]:
     (line,) = (line for line in (ROOT / page).read_text().splitlines() if line.startswith(begins))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
@@ -45,3 +49,16 @@ def test_the_gain_is_at_least_three_standard_errors_and_what_the_model_solved_be
     assert metrics["gain_in_standard_errors/enginehouse"] > 3.0
     assert f"solved {percent(metrics['held_out_before'])} of 64" in (ROOT / "README.md").read_text()
     assert cells("docs/results.md", "| before training |")[0] == percent(metrics["held_out_before"])
+
+
+@pytest.mark.parametrize("rollout", ROLLOUT)
+def test_what_is_said_of_the_pairs_of_engines_is_in_the_kept_result(rollout):
+    sides = [f"{train} x {rollout}" for train in TRAIN]
+    held_out = [ENGINES["sides"][side]["held_out"] for side in sides]
+    assert cells("docs/results.md", f"| rollout `{rollout}` |") == [percent(value) for value in held_out]
+    least, most = (RESULT["sides"]["enginehouse"][which] for which in ("least", "most"))
+    assert all(least <= value <= most for value in held_out)
+    torch, *others = (ENGINES["curves"][side][0] for side in sides)
+    for curve in others:
+        differences = {step: (a - b) * 64 for step, (a, b) in enumerate(zip(torch, curve, strict=True), 1) if a != b}
+        assert differences == ({9: 1.0} if rollout == "torch" else {})
