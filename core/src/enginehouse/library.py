@@ -135,17 +135,22 @@ def start_engines(
         if role.shares is not None and role.shares not in own_processes(roles):
             raise UserError(f"{name}: no role {role.shares!r} has processes to share. {nearest(role.shares, roles)}")
     if rollout is not None:
-        role = _plan_role("rollout", rollout, policy, launch)
-        record = plugins().get(RolloutBackend, rollout.backend, elsewhere=True)
-        role = replace(
-            role,
-            shares="actor" if _lives_with_actor(placement, roles["actor"], role, record, launch) else None,
-            devices_of="actor" if placement == "shared" else None,
-            effect_check_every=effect_check_every if PROMPT_LOGPROBS in record.capabilities else 0,
-        )
-        roles["rollout"] = replace(role, transport=_choose_transport(transport, roles["actor"], role, record, launch))
+        role = replace(_plan_role("rollout", rollout, policy, launch), effect_check_every=effect_check_every)
+        roles["rollout"] = _place_rollout(role, roles["actor"], launch, placement, transport)
     with place(roles, launch, probe) as placed:
         yield placed
+
+
+def _place_rollout(role: RolePlan, actor: RolePlan, launch: Launch, placement: str, transport: str) -> RolePlan:
+    """Return the rollout's plan with its place beside the actor, its transport, and the checks that it can do."""
+    record = plugins().get(RolloutBackend, role.backend, elsewhere=True)
+    role = replace(
+        role,
+        shares="actor" if _lives_with_actor(placement, actor, role, record, launch) else None,
+        devices_of="actor" if placement == "shared" else None,
+        effect_check_every=role.effect_check_every if PROMPT_LOGPROBS in record.capabilities else 0,
+    )
+    return replace(role, transport=_choose_transport(transport, actor, role, record, launch))
 
 
 def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
