@@ -54,7 +54,7 @@ def measure(
         pairs: pairs of engines, `train x rollout`; None: all but the first, with which enginehouse runs all seeds.
         model: directory of a chat model; empty: the real model.
         layers: number of first layers to keep, for a rehearsal; 0: all.
-        trl: True to run TRL too. Otherwise the picture is `learning-engines.png`, of pairs of engines alone.
+        trl: True to run TRL too. Otherwise the picture is `learning-engines.png`.
 
     Raises:
         RuntimeError: a side failed (the message has the last lines that it printed), or there is no such model.

@@ -30,10 +30,11 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
         1, len(panels), figsize=(4.8 * len(panels), 3.6), layout="constrained", sharey=True, squeeze=False
     )
     for axis, sides in zip(axes[0], panels):
-        rollouts = list(dict.fromkeys(name.rpartition(" x ")[2] for name in sides))
-        for number, (name, runs) in enumerate(sides.items()):
-            color = f"C{rollouts.index(name.rpartition(' x ')[2])}"
-            width, alpha = (1.6, 1.0) if sides is several else PENS[number // len(rollouts)]
+        trains, rollouts = (list(dict.fromkeys(name.split(" x ")[part] for name in sides)) for part in (0, -1))
+        for name, runs in sides.items():
+            train, rollout = trains.index(name.split(" x ")[0]), rollouts.index(name.split(" x ")[-1])
+            color = f"C{rollout}"
+            width, alpha = (1.6, 1.0) if sides is several else PENS[train % len(PENS)]
             steps = range(1, len(runs[0]) + 1)
             values = list(zip(*runs))
             means = [sum(of) / len(of) for of in values]

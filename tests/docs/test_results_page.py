@@ -9,8 +9,6 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = {"README.md": "| enginehouse, `torch` for both engines |", "docs/results.md": "| enginehouse |"}
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text())
-
-
 ENGINES = json.loads((ROOT / "benchmarks" / "results" / "learning_engines.json").read_text())
 TRAIN, ROLLOUT = ("torch", "fsdp", "megatron"), ("torch", "vllm", "sglang")
 

@@ -55,7 +55,7 @@ IMPLEMENTED = (
 )  # fmt: skip
 """Protocols that plugins implement, so that an additional method or argument breaks existing plugins."""
 
-GUARDED = ("enginehouse.engines.PauseMode", "enginehouse.engines.rollout.PauseMode")
+GUARDED = ("enginehouse.engines.PauseMode",)
 """Types that may get more values, because an engine is given a new value only if it declares a capability."""
 
 NOT_PROMISED = ("__post_init__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")

@@ -118,23 +118,23 @@ class RequestTranslator:
         prompt_logprobs = None
         if request.sampling.prompt_logprobs and output.prompt_logprobs is not None:
             prompt_logprobs = [0.0, *_first_of_each(output.prompt_logprobs)]
-        completions = [self._build_completion(request, part, served, cached) for part in output.outputs]
+        completions = [self._build_completion(request, part, served) for part in output.outputs]
+        if cached is not None:
+            completions = [
+                replace(completion, first_version=min(cached, completion.first_version)) for completion in completions
+            ]
         if len(completions) == 1:  # greedy samples are all the same
             completions *= request.sampling.n
         return GenerateResult(request.id, tuple(completions), prompt_logprobs)
 
-    def _build_completion(
-        self, request: GenerateRequest, output: CompletionOutput, served: int, cached: int | None
-    ) -> Completion:
+    def _build_completion(self, request: GenerateRequest, output: CompletionOutput, served: int) -> Completion:
         reason = output.finish_reason
         if reason not in ("stop", "length", "abort"):
             raise EnginehouseError(f"{self.where}: vllm ended request {request.id!r} with {reason!r}")
         if request.sampling.max_tokens == 0:
-            first = served if cached is None else min(cached, served)
-            return Completion((), (), "abort" if reason == "abort" else "length", first, served)
+            return Completion((), (), "abort" if reason == "abort" else "length", served, served)
         versions = [int(span.version) for span in output.weight_versions or ()] or [served]
-        first = versions[0] if cached is None else min(cached, versions[0])
-        return Completion(list(output.token_ids), _first_of_each(output.logprobs), reason, first, versions[-1])
+        return Completion(list(output.token_ids), _first_of_each(output.logprobs), reason, versions[0], versions[-1])
 
 
 def add_kept_probability(result: GenerateResult, kept: Mapping[str, Sequence[float]], seed: int) -> GenerateResult:
