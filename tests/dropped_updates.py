@@ -1,4 +1,4 @@
-"""What the suite says of an engine that drops weight updates which cannot be read back."""
+"""What the suite says, by logprobs, of an engine that drops weight updates."""
 
 import dataclasses
 import os

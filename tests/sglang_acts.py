@@ -38,6 +38,15 @@ class SGLangReplica(Worker):
         return (await self.engine.launch(ModelSpec(path), checked, self.context)).engine
 
     @register
+    async def launch_with_faults(self, path: str, options: dict[str, Any]) -> str:
+        """Launch it so that `weight_faults` are applied in SGLang's processes."""
+        import weight_faults
+
+        for user in ("starting", "weight_updates"):
+            patch(f"enginehouse_sglang.{user}.LOADER", weight_faults.LOADER).start()
+        return await self.launch(path, options)
+
+    @register
     async def act(self, name: str, *args: Any) -> Any:
         """Run an act of this module."""
         return await globals()[name](self.engine, *args)
@@ -177,3 +186,9 @@ async def command_lines(engine: SGLangRollout) -> str:
 async def told(engine: SGLangRollout) -> set[str]:
     """What the server says of itself to everyone."""
     return set(await engine.server.settings())
+
+
+async def read_back(engine: SGLangRollout) -> tuple[int, int]:
+    """How many parameters are read back, and how many are not."""
+    told = await engine.weight_state()
+    return len(told.checksums), len(told.unread)

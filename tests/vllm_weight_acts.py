@@ -124,6 +124,24 @@ async def update(
     return await engine.weight_state()
 
 
+async def install_faults(engine: VLLMRollout) -> None:
+    """Have `weight_faults` applied in vLLM's processes."""
+    import weight_faults
+
+    await engine.native.collective_rpc(weight_faults.install)
+
+
+async def attempt(engine: VLLMRollout, path: str, version: int) -> tuple[str, str, tuple[str, ...]]:
+    """An update, and what it raises."""
+    try:
+        await update(engine, path, version)
+    except Exception as error:
+        await engine.abort_weight_update()
+        await engine.resume()
+        return type(error).__name__, str(error), tuple(getattr(error, "parameters", ()))
+    return "", "", ()
+
+
 async def pause(engine: VLLMRollout) -> None:
     await engine.pause("wait")
 

@@ -87,4 +87,4 @@ def replica(ray_cluster, runtime):
     from replica_processes import replica_process
     from sglang_acts import SGLangReplica
 
-    return lambda: replica_process(SGLangReplica, runtime, "sglang", START_SECONDS)
+    return lambda **env: replica_process(SGLangReplica, runtime, "sglang", START_SECONDS, **env)

@@ -1,4 +1,4 @@
-"""An engine of this plugin that drops a weight update is found by the suite, though its weights cannot be read back."""
+"""An engine of this plugin that drops a weight update is found by the suite, by its logprobs alone."""
 
 import pytest
 from dropped_updates import assert_found

@@ -119,6 +119,33 @@ class UnreadableEngine(TorchRolloutEngine):
         return WeightState((await super().weight_state()).version)
 
 
+class PartlyReadEngine(UnreadableEngine):
+    """Reads back its norms, and says so."""
+
+    async def weight_state(self):
+        state = await TorchRolloutEngine.weight_state(self)
+        read = {name: value for name, value in state.checksums.items() if "norm" in name}
+        unread = [name for name in state.checksums if name not in read]
+        return WeightState(state.version, read, unread)
+
+
+class PartlyReadOlderEngine(PartlyReadEngine):
+    """Holds an older norm than it was sent."""
+
+    async def weight_state(self):
+        state = await super().weight_state()
+        return dataclasses.replace(state, checksums={**state.checksums, "model.norm.weight": "0" * 16})
+
+
+class PartlySilentEngine(PartlyReadEngine):
+    """Says nothing of a norm: neither that it holds it nor that it cannot read it."""
+
+    async def weight_state(self):
+        state = await super().weight_state()
+        read = {name: value for name, value in state.checksums.items() if name != "model.norm.weight"}
+        return dataclasses.replace(state, checksums=read)
+
+
 class UnpromisingEngine(UnreadableEngine):
     """Declares nothing, and refuses whatever it has not declared."""
 
@@ -177,6 +204,18 @@ class UnreadableRolloutWorker(RolloutWorker):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.engine = self.engine_type()
+
+
+class PartlyReadRolloutWorker(UnreadableRolloutWorker):
+    engine_type = PartlyReadEngine
+
+
+class PartlyReadOlderRolloutWorker(UnreadableRolloutWorker):
+    engine_type = PartlyReadOlderEngine
+
+
+class PartlySilentRolloutWorker(UnreadableRolloutWorker):
+    engine_type = PartlySilentEngine
 
 
 class UnpromisingRolloutWorker(UnreadableRolloutWorker):

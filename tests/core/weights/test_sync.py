@@ -236,8 +236,18 @@ def test_a_dropped_update_of_an_engine_that_cannot_be_read_back_is_found_at_once
         check_that_nothing_is_answered(house)
 
 
-def test_an_engine_that_cannot_be_read_back_is_asked_at_every_update_that_changes_weights():
-    with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6) as house:
+@pytest.mark.parametrize("worker", ["PartlyReadOlder", "PartlySilent"])
+def test_what_an_engine_reads_back_is_compared_though_it_cannot_read_all(worker):
+    with open_house("inproc", rollout=getattr(faults, f"{worker}RolloutWorker")) as house:
+        sync = house.connect()
+        with pytest.raises(WeightSyncError, match=r"does not serve model\.norm\.weight as sent"):
+            sync.publish(1)
+        check_that_nothing_is_answered(house)
+
+
+@pytest.mark.parametrize("worker", ["Unreadable", "PartlyRead"])
+def test_an_engine_that_cannot_read_all_back_is_asked_at_every_update_that_changes_weights(worker):
+    with open_house("inproc", rollout=getattr(faults, f"{worker}RolloutWorker"), lr=1e-6) as house:
         sync = house.connect()
         assert sync.publish(1).taken is None  # nothing has changed
         for version in (2, 3):

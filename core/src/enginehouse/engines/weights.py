@@ -254,11 +254,20 @@ class WeightState:
     Attributes:
         version: weight version; None if there are no weights since the engine slept (`RolloutEngine.sleep`).
         checksums: `checksum` of each served parameter by Hugging Face name. Empty if the engine cannot read its weights
-            back in that form (capability `weight_checksums` not declared).
+            back in that form. If the engine has converted a parameter, and holds exactly the converted values, this is
+            the checksum from before the conversion.
+        unread: names of the parameters that the engine cannot read back, although it reads others. Always empty for an
+            engine with the capability `weight_checksums`.
     """
 
     version: int | None
     checksums: Mapping[str, str] = field(default_factory=dict)
+    unread: Sequence[str] = ()
+
+    @property
+    def reads_all(self) -> bool:
+        """True if all parameters were read back."""
+        return bool(self.checksums) and not self.unread
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
 def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
     """Compare the state that a replica reports with the weights that were sent.
 
-    If the report has no checksums, because the engine cannot read weights back, only the version is compared.
+    Parameters that the engine cannot read back are not compared: all if the report has no checksums, else `unread`.
 
     Raises:
         WeightSyncError: the version differs, or a parameter is not served as it was sent.
@@ -73,8 +73,9 @@ def verify_state(state: WeightState, version: int, sums: Mapping[str, str], wher
         raise WeightSyncError(f"{where} must serve weight version {version}, but reports version {state.version}")
     if not state.checksums:
         return
+    unread = frozenset(state.unread)
     differing = [name for name, served in state.checksums.items() if name in sums and served != sums[name]]
-    absent = [name for name in sums if name not in state.checksums]
+    absent = [name for name in sums if name not in state.checksums and name not in unread]
     if differing or absent:
         wrong = differing + absent
         raise WeightSyncError(

@@ -123,13 +123,13 @@ class WeightConnection:
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch replicas to the new version and verify it. Return True if the weights of a replica cannot be read
-        back, so that only its version was verified."""
+        """Switch replicas to the new version and verify it. Return True if a replica cannot read back all of its
+        weights."""
         states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
                 verify_state(state, version, sent, self.connected.name_of(replica))
-        return any(state is not None and not state.checksums for state in states)
+        return any(state is not None and not state.reads_all for state in states)
 
     def abort(self, version: int) -> WorkerError | None:
         """Make both sides abort `version`. Failures of the abort are logged.

@@ -31,7 +31,7 @@ class EffectCheck:
 
     Args:
         every: number of updates from one check to the next. The first update of a connection and the first update that
-            changes weights are checked too. If the replicas' weights cannot be read back, every update that changes
+            changes weights are checked too. If a replica cannot read all its weights back, every update that changes
             weights is checked. 0 disables all checks.
         tolerance: largest accepted mean absolute difference between the logprobs of a replica and of the trainer, in
             nats.
@@ -73,7 +73,7 @@ class EffectCheck:
 
         Args:
             changed: True if the update's weights differ from the served weights.
-            blind: True if a replica's weights cannot be read back.
+            blind: True if a replica cannot read all its weights back.
         """
         if not (self.every and self.probe):
             return False

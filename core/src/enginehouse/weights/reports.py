@@ -13,8 +13,11 @@ from enginehouse.engines.weights import WeightSyncError
 from enginehouse.weights.host_memory import AnonymousMemory
 
 LABEL = "enginehouse-reports"
-PAGE = 1 << 14
-"""Size in bytes of the page of a rank."""
+PAGE = 1 << 21
+"""Size in bytes of the page of a rank, enough to report on 50,000 parameters. Pages not used take no memory."""
+
+MOST_ERROR = 2048
+"""Maximum number of characters of an error."""
 
 _LENGTH = 4
 
@@ -32,8 +35,10 @@ class Reports:
         for rank in range(self._ranks):
             self._pages.memory[rank * PAGE : rank * PAGE + _LENGTH] = bytes(_LENGTH)
 
-    def check(self, where: str, doing: str) -> None:
-        """Check the reports of all ranks. Raises `WeightSyncError` if a rank failed, or reported nothing."""
+    def check(self, where: str, doing: str) -> list[Any]:
+        """Return what the work of each rank has returned. Raises `WeightSyncError` if a rank failed, or reported
+        nothing."""
+        results = []
         for rank in range(self._ranks):
             begin = rank * PAGE
             length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
@@ -41,8 +46,10 @@ class Reports:
             if not length:
                 raise WeightSyncError(f"{sender} did not {doing}: it reported nothing")
             report = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])
-            if report is not None:
+            if "error" in report:
                 raise WeightSyncError(f"{sender} could not {doing}: {report['error']}", report["parameters"])
+            results.append(report["result"])
+        return results
 
 
 class Reporter:
@@ -53,16 +60,18 @@ class Reporter:
         self._begin = rank * PAGE
 
     def run(self, work: Callable[[], Any]) -> bool:
-        """Call `work`, and report its success or error; return True if it succeeded."""
-        report: dict[str, Any] | None = None
+        """Call `work`, and report its error or its result: plain data, or None if it is too long. Return True if `work`
+        succeeded."""
         try:
-            work()
+            report = {"result": work()}
         except Exception as error:
             kind = "" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: "
             names = list(getattr(error, "parameters", ()))[:20]
-            report = {"error": f"{kind}{error}"[: PAGE // 8], "parameters": [name[:256] for name in names]}
+            report = {"error": f"{kind}{error}"[:MOST_ERROR], "parameters": [name[:256] for name in names]}
         text = json.dumps(report).encode()
+        if len(text) > PAGE - _LENGTH:
+            text = json.dumps({"result": None}).encode()
         begin = self._begin + _LENGTH
         self._memory[begin : begin + len(text)] = text
         self._memory[self._begin : begin] = len(text).to_bytes(_LENGTH, "little")
-        return report is None
+        return "error" not in report

@@ -28,20 +28,25 @@ class StagedSource:
     """
 
     def __init__(self, parameters: Sequence[Any] = (), directory: str = ""):
-        self._directory = directory
+        self.directory = directory
         self._parameters = parameters
         self._memories = {path: map_privately(path) for path in {parameter[3] for parameter in parameters}}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._directory:
-            yield from _read_directory(self._directory)
+        if self.directory:
+            yield from _read_directory(self.directory)
         for name, dtype, shape, path, begin, _ in self._parameters:
             yield name, _view_tensor(self._memories[path], dtype, shape, begin)
+
+    @property
+    def sums(self) -> list[str]:
+        """Checksums of `parameters`, in their order."""
+        return [parameter[-1] for parameter in self._parameters]
 
     def check(self) -> None:
         """Check that all parameters are as they were staged. Raises `WeightSyncError` if parameters differ; the message
         names them."""
-        if self._directory:
+        if self.directory:
             return
         pairs = zip(self, self._parameters, strict=True)
         wrong = [name for (name, tensor), (*_, expected) in pairs if checksum(tensor) != expected]

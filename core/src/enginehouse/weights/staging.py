@@ -7,16 +7,17 @@ the engine loads it, and releases its memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.weights import HostMemory, ParamMeta, WeightSyncError, WeightUpdate
+from enginehouse.engines.weights import HostMemory, ParamMeta, WeightState, WeightSyncError, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.host_memory import AnonymousMemory, lay_out
+from enginehouse.weights.read_back import merge_read
 from enginehouse.weights.staged_update import StagedUpdate
 
 
@@ -33,6 +34,8 @@ class Version:
     Attributes:
         arrived: the entry in `source` of each parameter that has arrived, by name.
         copy: memory of this process with the copied parameters; None before the first copy.
+        read: checksum of each parameter that the engine has read back after it loaded the version, as it reports; None
+            if it reads none back.
     """
 
     def __init__(self, number: int, parameters: Sequence[ParamMeta], spare: AnonymousMemory | None = None):
@@ -40,6 +43,7 @@ class Version:
         self.parameters = {meta.name: meta for meta in parameters}
         self.arrived: dict[str, list[Any]] = {}
         self.copy: AnonymousMemory | None = None
+        self.read: Mapping[str, str] | None = None
         self._spare = spare
         self._offsets, self._size = lay_out(parameters)
         self._held: list[HostMemory] = []
@@ -75,6 +79,16 @@ class Version:
         """Release all held memory of the transport."""
         for memory in self._held:
             memory.release()
+
+    def note_read(self, reports: Sequence[Any]) -> None:
+        """Note what was read back: by rank of the engine, the result of `ReadBack.compare`."""
+        self.read = None if None in reports else merge_read(self.arrived.values(), reports)
+
+    def state(self, number: int) -> WeightState:
+        """Return the state of an engine that loaded this version and says that it serves `number`."""
+        if not self.read:
+            return WeightState(number)
+        return WeightState(number, self.read, tuple(name for name in self.arrived if name not in self.read))
 
     def source(self) -> dict[str, Any]:
         """Return each parameter's name, dtype, shape, path, first byte and checksum as plain data."""
@@ -115,6 +129,10 @@ class StagedWeights(StagedUpdate[Version]):
         """Record that there is no complete model any more, so that `check` raises, and return the error."""
         self._lost = f"{why} This replica has no complete model and serves nothing; start it again."
         return WeightsLost(self._lost, error.parameters)
+
+    def state_of(self, number: int) -> WeightState:
+        """Return the state of an engine that says it serves `number`."""
+        return WeightState(number) if self.served is None else self.served.state(number)
 
     def source(self) -> dict[str, Any]:
         """Return as plain data where the engine's processes find the served version."""

@@ -13,8 +13,8 @@ are paused before the first byte is sent.
 - *Effect*: each replica and the trainer compute the logprobs of a few fixed token sequences, because some engines hold
   the right bytes but compute with others. The two results must agree within a tolerance. Their changes since they last
   agreed must agree too (`enginehouse.weights.effect`), because a dropped update changes the logprobs by far less than
-  any tolerance. Replicas that report checksums are checked at the first update, at the first that changes weights, and
-  every few updates. Other replicas are checked at every update that changes weights.
+  any tolerance. Replicas that report checksums of all parameters are checked at the first update, at the first that
+  changes weights, and every few updates. Other replicas are checked at every update that changes weights.
 
 If replicas can be lost separately (`Replicas`), an update leaves out a replica that dies. If the replica had not
 received all bytes, the update is sent again to the others. If all die, the first that returns gets the update. A

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
+from enginehouse.weights.read_back import ReadBack
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
@@ -27,6 +29,9 @@ MARKED = (torch.float32, torch.bfloat16, torch.float16)
 
 NOT_SENT = (".k_scale", ".v_scale")
 """Endings of parameters that a checkpoint need not hold."""
+
+READ_BACKS: WeakKeyDictionary[torch.nn.Module, ReadBack] = WeakKeyDictionary()
+"""By model; a process has one, and a second one if it drafts."""
 
 LOADER = f"{__name__}.load"
 """SGLang's name for `load`, as `--custom-weight-loader` and as `load_format`."""
@@ -50,15 +55,23 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     Reporter(order["reports"], rank).run(lambda: _load(model, order))
 
 
-def _load(model: Any, order: dict[str, Any]) -> None:
+def _load(model: Any, order: dict[str, Any]) -> list[tuple[int, str]] | None:
     source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
     source.check()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a pause in place leaves the last pass running
-    missing = find_unfilled(model, lambda: model.load_weights(iter(source)))
+    read_back = READ_BACKS.setdefault(model, ReadBack())
+
+    def fill() -> None:
+        with read_back.watch():
+            model.load_weights(read_back.follow(source))
+
+    missing = find_unfilled(model, fill)
     if missing:
         raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)
+    read = None if source.directory else read_back.compare(model, source)
     source.close()
+    return read
 
 
 @torch.no_grad()

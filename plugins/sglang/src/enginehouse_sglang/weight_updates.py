@@ -48,7 +48,8 @@ class SGLangWeights(StagedWeights):
     async def state(self, server: SGLangServer) -> WeightState:
         """Return the version that SGLang says it serves, or None if it has no weights.
 
-        There are no checksums, because SGLang fuses and splits parameters.
+        Checksums are of the parameters that each of SGLang's processes found in its model after the load. There are
+        none for a server that this worker did not start.
 
         Raises:
             WeightSyncError: The version did not come from this replica: another client changes this server.
@@ -58,7 +59,7 @@ class SGLangWeights(StagedWeights):
                 return WeightState(None)
             label = (await server.model())["weight_version"]
             try:
-                return WeightState(self._labels.number(label))
+                return self.state_of(self._labels.number(label))
             except EnginehouseError as error:
                 raise WeightSyncError(str(error)) from error
 
@@ -70,23 +71,28 @@ class SGLangWeights(StagedWeights):
         """Send the weights of the model's directory as version 0; raises `WeightSyncError` if SGLang rejects them."""
         with suppress(HTTPStatusError):  # mostly there is no open update: only a run that died during one leaves it
             await server.end_update()
-        await self._load(server, ranks, {"directory": self._spec.path}, 0)
+        await self._load(server, ranks, {"directory": self._spec.path}, 0, None)
 
     async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:
         """Load a version. If that fails, load the served version again."""
         try:
-            await self._load(server, ranks, staged.source(), staged.number)
+            await self._load(server, ranks, staged.source(), staged.number, staged)
         except WeightSyncError as error:
             log.error("%s; loading version %d again", error, self.version)
             try:
-                await self._load(server, ranks, self.source(), self.version)
+                await self._load(server, ranks, self.source(), self.version, self.served)
             except WeightSyncError as worse:
                 lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
             raise
 
-    async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+    async def _load(
+        self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int, staged: Version | None
+    ) -> None:
         """Load a version from `source`, and drop keys and values of older weights, unless they are kept.
+
+        Args:
+            staged: the version, to be told what was read back of it; None if the model's directory is loaded.
 
         Raises:
             WeightSyncError: The version was not loaded, or only in part.
@@ -95,7 +101,9 @@ class SGLangWeights(StagedWeights):
             await server.begin_update()
             try:
                 if server.process is not None:
-                    await self._order(server, ranks, source, version)
+                    reports = await self._order(server, ranks, source, version)
+                    if staged is not None:
+                        staged.note_read(reports)
                 else:
                     await _send(server, ranks, source, self._labels.label(version), self.keeps_cache)
             finally:
@@ -103,13 +111,13 @@ class SGLangWeights(StagedWeights):
         except (HTTPStatusError, OSError) as error:
             raise WeightSyncError(f"{self._where}: sglang could not load weight version {version}: {error}") from error
 
-    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> list[Any]:
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
         order = build_order(source, self._reports.path)
         await server.load(order, ranks, LOADER, self._labels.label(version), self.keeps_cache)
-        self._reports.check(self._where, f"load weight version {version}")
+        return self._reports.check(self._where, f"load weight version {version}")
 
 
 async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str, keeps_cache: bool) -> None:

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
+from enginehouse.weights.read_back import ReadBack
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 from enginehouse_vllm.reload_repairs import (
@@ -76,6 +77,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
 
     def init_transfer_engine(self, init_info: MemoryInit) -> None:
         self._reporter = Reporter(init_info.reports, self.parallel_config.rank)
+        self._read_back = ReadBack()
 
     def start_weight_update(self) -> None:
         """Do nothing: the model does not change before a version is checked."""
@@ -84,7 +86,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         self._reporter.run(lambda: self._load() if update_info.step == "load" else self._check(update_info))
 
     def finish_weight_update(self) -> None:
-        """Finalize the load, if there was one."""
+        """Finalize the load, if there was one, and compare the model with the version."""
         self._reporter.run(self._finish)
 
     def shutdown(self) -> None:
@@ -100,7 +102,8 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(iter(self._source))
+            with self._read_back.watch():
+                self.model.load_weights(self._read_back.follow(self._source))
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
             if missing:
@@ -110,17 +113,19 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
             raise
         self._loaded = loaded
 
-    def _finish(self) -> None:
+    def _finish(self) -> list[tuple[int, str]] | None:
         loaded, self._loaded = self._loaded, None
         shared, self._shared = self._shared, ()
+        source, self._source = self._source, StagedSource()
+        if loaded is None:
+            return None
         try:
-            if loaded is not None:
+            with self._read_back.watch():
                 finalize_layerwise_reload(self.model, self.model_config)
                 repack_tied(shared, loaded)
         except BaseException:
             abandon_reload(self.model, self.model_config)
             raise
-        finally:
-            source, self._source = self._source, StagedSource()
-        if loaded is not None:
-            source.close()
+        read = None if source.directory else self._read_back.compare(self.model, source)
+        source.close()
+        return read

@@ -44,13 +44,13 @@ class VLLMWeights(StagedWeights):
             await self._ask(llm.finish_weight_update(), "end the update")
             raise
         try:
-            await self._load(llm, staged.number)
+            await self._load(llm, staged.number, staged)
         except WeightSyncError as error:
             log.error("%s; loading version %d again", error, self.version)
             try:
                 await self._start(llm)
                 await self._step(llm, "check", self.source())
-                await self._load(llm, self.version)
+                await self._load(llm, self.version, self.served)
             except WeightSyncError as worse:
                 lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
@@ -74,15 +74,21 @@ class VLLMWeights(StagedWeights):
         await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": step, **source})), doing)
         self._board.check(self._where, doing)
 
-    async def _load(self, llm: AsyncLLMEngine, version: int) -> None:
-        """Load the checked version, and drop everything that was computed from older weights, unless it is kept."""
+    async def _load(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
+        """Load the checked version, and drop everything that was computed from older weights, unless it is kept.
+
+        Args:
+            staged: the version, to be told what was read back of it; None if the model's directory is loaded.
+        """
         doing = "put the new weights in place"
         try:
             await self._step(llm, "load", {})
         finally:
             self._board.clear()
             await self._ask(llm.finish_weight_update(), doing)
-        self._board.check(self._where, doing)
+        reports = self._board.check(self._where, doing)
+        if staged is not None:
+            staged.note_read(reports)
         await self._ask(llm.update_weight_version(str(version)), "take the new version's number")
         if self.keeps_cache:
             return
@@ -110,8 +116,8 @@ class VLLMWeights(StagedWeights):
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """Return the version that vLLM says it serves, or None if the weights are lost.
 
-        There are no checksums, because vLLM fuses and packs parameters. Instead each of vLLM's processes checks, before
-        it loads them, that it reads all parameters as they were sent, and then that its model is filled completely.
+        Checksums are of the parameters that each of vLLM's processes found in its model after the load. The others are
+        packed for kernels, or converted.
         """
         async with self.switching:
-            return WeightState(None) if self.is_lost else WeightState(int(await llm.get_weight_version()))
+            return WeightState(None) if self.is_lost else self.state_of(int(await llm.get_weight_version()))

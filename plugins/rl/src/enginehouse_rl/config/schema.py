@@ -641,8 +641,8 @@ class WeightsConfig(Section):
         default=50,
         ge=0,
         description="Number of weight updates between two checks that compare log-probabilities of the rollout with "
-        "those of the actor. The first update and the first that changes weights are checked too. If an engine's "
-        "weights cannot be read back, every update that changes weights is checked. 0: never.",
+        "those of the actor. The first update and the first that changes weights are checked too. If an engine "
+        "cannot read all its weights back, every update that changes weights is checked. 0: never.",
     )
     effect_tolerance: float | None = Field(
         default=None,

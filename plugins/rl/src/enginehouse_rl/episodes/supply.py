@@ -26,7 +26,7 @@ KIND = "training"
 """The kind of the tasks that a step trains on."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """To check the effect of a weight update, trainer and rollout both compute logprobs of the last `PROBE_TOKENS` tokens
-of `PROBE_SEQUENCES` prompts. If the weights of a rollout engine cannot be read back, every update is checked in this
+of `PROBE_SEQUENCES` prompts. If a rollout engine cannot read all its weights back, every update is checked in this
 way."""
 
 

@@ -243,7 +243,7 @@ class StandaloneEvaluation:
         """Compare the served weights with the model's files if the engine can read them back, and report the result."""
         if not self._plan.reads_back:
             self._progress.note(
-                "weights: the engine loaded the model's files; it cannot read its weights back for a comparison"
+                "weights: the engine loaded the model's files; it did not read its weights back for a comparison"
             )
             return
         with self._progress.task("comparing weights"):

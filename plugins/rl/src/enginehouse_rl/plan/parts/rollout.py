@@ -70,12 +70,15 @@ class GeneratorPart(Part[Config]):
         if engine.lacks(SEED):
             self.note(f"engine {name!r} does not seed its samples: two runs with the same train.seed will differ")
         if engine.lacks(WEIGHT_CHECKSUMS):
-            served = "not checked, so an update that the engine drops would not be noticed"
+            rest = "the others are not checked, so an update that the engine drops may not be noticed"
             if every and not engine.lacks(PROMPT_LOGPROBS):
-                served = "checked by the logprobs of a few tokens, at every update that changes weights"
+                rest = (
+                    "unless these are all, logprobs of a few tokens are compared too, at every update that changes "
+                    "weights"
+                )
             self.note(
-                f"engine {name!r} cannot read its weights back: the bytes of an update are checked on arrival, and the "
-                f"served weights are {served}"
+                f"engine {name!r} may not read back all its weights: the bytes of an update are checked on arrival, "
+                f"and the weights that it reads back are compared; {rest}"
             )
         if every and engine.lacks(PROMPT_LOGPROBS):
             self.note(

@@ -275,29 +275,40 @@ async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]
 def _difference(state: WeightState, version: int | None, tensors: Mapping[str, torch.Tensor]) -> str:
     """Describe how a replica's state differs from the expected version and tensors; empty if it does not.
 
-    Tensors are compared by their checksums, if the state has checksums.
+    Tensors are compared by their checksums, if the state has checksums, except those that it says are not read back.
     """
     if state.version != version:
         return f"weight_state says version {state.version}, not {version}"
     if not state.checksums:
         return ""
-    differing = [name for name, tensor in tensors.items() if state.checksums.get(name) != checksum(tensor)]
+    unread = set(state.unread)
+    if unknown := sorted(unread.difference(tensors)):
+        return f"weight_state does not read back {unknown[0]}, which is no parameter ({len(unknown)} in all)"
+    read = {name: tensor for name, tensor in tensors.items() if name not in unread}
+    differing = [name for name, tensor in read.items() if state.checksums.get(name) != checksum(tensor)]
     if not differing:
         return ""
     return f"the checksum of {differing[0]} is not that of what it serves ({len(differing)} in all)"
 
 
 @CHECKS.act(tolerance=EXACT)
-async def _weight_version(replica: ReplicaTrial) -> str:
-    """weight_state and health report the version that is served."""
+async def _weight_version(replica: ReplicaTrial) -> Measured:
+    """weight_state and health report the version that is served, and the checksums of what is read back of it."""
     engine = replica.engine
-    mistakes = []
+    mistakes, read = [], ""  # a certificate says how much is read back
     for model in ("tied", "tied, new", "tied"):
         version = replica.version if model == replica.serving else await replica.update(model)
         state, health = await soon(engine.weight_state()), await soon(engine.health())
         if state.version != version or health.version != version:
             mistakes.append(f"version {version} is served; weight_state says {state.version}, health {health.version}")
-    return "; ".join(mistakes)
+        tensors = replica.tensors(model)
+        if difference := _difference(state, version, tensors):
+            mistakes.append(difference)
+        read = f"reads back {len(state.checksums)} of {len(tensors)} parameters"
+        if state.checksums:
+            unread = sum(tensors[name].nbytes for name in state.unread)
+            read += f", {1 - unread / sum(tensor.nbytes for tensor in tensors.values()):.0%} of the bytes"
+    return wrong("; ".join(mistakes)) if mistakes else Measured(0.0, read)
 
 
 @CHECKS.act(capability=capabilities.WEIGHT_CHECKSUMS, tolerance=EXACT)
@@ -309,8 +320,8 @@ async def _weight_checksums(replica: ReplicaTrial) -> str:
         if model != replica.serving:
             await replica.update(model)
         state = await soon(engine.weight_state())
-        if not state.checksums:
-            return "weight_state gives no checksums"
+        if not state.reads_all:
+            return f"weight_state has no checksum of {state.unread[0]}" if state.unread else "it gives no checksums"
         if difference := _difference(state, replica.version, replica.tensors(model)):
             mistakes.append(f"{model}: {difference}")
     changed = replica.tensors("tied, new")

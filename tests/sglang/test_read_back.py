@@ -1,0 +1,37 @@
+"""What SGLang's model holds after a load is read back: on a CPU without AMX, all of it."""
+
+import os
+
+import pytest
+import torch
+
+from enginehouse_testing.models import tiny_experts
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_weight_that_changes_in_its_process_after_the_load_fails_the_update_by_name(replica, runtime, tmp_path):
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    path = os.pathsep.join([runtime.env["PYTHONPATH"], os.path.dirname(os.path.dirname(__file__))])
+    with replica(WEIGHT_FAULT=str(fault), PYTHONPATH=path) as group:
+        group.call("launch_with_faults", tiny_experts(), {})
+        assert group.call("act", "update", tiny_experts(seed=1), 1)[0] == ("", "")
+        read, unread = group.call("act", "read_back")[0]
+        assert read > 0
+        assert unread == 0 or torch.cpu._is_amx_tile_supported()
+        for version, (what, named) in enumerate(
+            {
+                "one bit of a norm": "model.layers.1.input_layernorm.weight",
+                "two rows of the queries": "model.layers.0.self_attn.q_proj.weight",
+                "two experts": "model.layers.1.mlp.experts.0.down_proj.weight, "
+                "model.layers.1.mlp.experts.1.down_proj.weight",
+            }.items(),
+            start=2,
+        ):
+            fault.write_text(what)
+            kind, message = group.call("act", "update", tiny_experts(seed=2), version)[0]
+            assert kind == "WeightSyncError"
+            assert f"does not hold {named} as sent" in message
+            assert "version 1 is served again" in message
+        assert group.call("act", "update", tiny_experts(seed=2), 9)[0] == ("", "")
