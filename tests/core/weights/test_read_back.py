@@ -1,6 +1,6 @@
 """Reading back: what a load copied where is found, and each later change of it is named."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -182,4 +182,26 @@ def test_memory_that_was_freed_holds_nothing():
             for _ in range(50):
                 torch.empty(8, 6).copy_(tensor)
             model.up.data = torch.empty(8, 6).fill_(1.0)
+    assert compare(read_back, model, {"up": STAGED["up"]}) == {"up": 0}
+
+
+Fill = Callable[[nn.Parameter, torch.Tensor], object]
+UNREAD: dict[str, Fill] = {
+    "rounded twice": lambda held, staged: held.data.copy_(staged.to(torch.bfloat16)),
+    "other numbers in the same bits": lambda held, staged: held.data.copy_(staged.view(torch.int32)),
+    "calculated": lambda held, staged: held.data.copy_(staged + 1),
+    "written over": lambda held, staged: (held.data.copy_(staged), held.data.add_(1)),
+    "written over by its name": lambda held, staged: (held.data.copy_(staged), torch.add(staged, 1, out=held.data)),
+    "written over as integers": lambda held, staged: (held.data.copy_(staged), held.data.view(torch.int32)[0].zero_()),
+    "written over in a part": lambda held, staged: (held.data.copy_(staged), held.data[3].zero_()),
+}
+
+
+@pytest.mark.parametrize("fill", UNREAD.values(), ids=UNREAD)
+def test_what_is_no_copy_of_what_was_sent_is_not_read_back(fill: Fill):
+    read_back, model = ReadBack(), Model()
+    with read_back.watch():
+        for _, tensor in read_back.follow([("up", STAGED["up"])]):
+            model.up.data = torch.empty(8, 6)
+            fill(model.up, tensor)
     assert compare(read_back, model, {"up": STAGED["up"]}) == {"up": 0}
