@@ -1,9 +1,8 @@
-"""What SGLang's model holds after a load is read back: on a CPU without AMX, all of it."""
+"""What SGLang's model holds after a load is read back: on a CPU, all of it."""
 
 import os
 
 import pytest
-import torch
 
 from enginehouse_testing.models import tiny_experts
 
@@ -18,8 +17,7 @@ def test_a_weight_that_changes_in_its_process_after_the_load_fails_the_update_by
         group.call("launch_with_faults", tiny_experts(), {})
         assert group.call("act", "update", tiny_experts(seed=1), 1)[0] == ("", "")
         read, unread = group.call("act", "read_back")[0]
-        assert read > 0
-        assert unread == 0 or torch.cpu._is_amx_tile_supported()
+        assert (read > 0, unread) == (True, 0)
         for version, (what, named) in enumerate(
             {
                 "one bit of a norm": "model.layers.1.input_layernorm.weight",

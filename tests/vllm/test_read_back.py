@@ -9,7 +9,7 @@ from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 
-READ = {"embed_tokens", "layernorm", "q_norm", "k_norm", "model.norm"}
+READ = {"layernorm", "q_norm", "k_norm", "model.norm"}
 
 
 def model(seed):
@@ -36,11 +36,11 @@ def test_a_weight_that_changes_in_a_process_after_the_load_fails_the_update_by_n
         act("install_faults")
         first = act("update", model(1), 1)
         assert {name for name in first.checksums if not any(kind in name for kind in READ)} == set()
-        assert all("_proj" in name for name in first.unread)
+        assert all("_proj" in name or "embed_tokens" in name for name in first.unread)
         for version, (what, named) in enumerate(
             {
                 "one bit of a norm": "model.layers.1.input_layernorm.weight",
-                "two rows of the embedding": "model.embed_tokens.weight",
+                "two numbers of the last norm": "model.norm.weight",
             }.items(),
             start=2,
         ):

@@ -6,15 +6,18 @@ They use shared memory, because an exception may end the engine's process, or le
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.weights.host_memory import AnonymousMemory
 
+log = logging.getLogger(__name__)
+
 LABEL = "enginehouse-reports"
-PAGE = 1 << 21
-"""Size in bytes of the page of a rank, enough to report on 50,000 parameters. Pages not used take no memory."""
+PAGE = 1 << 22
+"""Size in bytes of the page of a rank, enough to report on 40,000 parameters."""
 
 MOST_ERROR = 2048
 """Maximum number of characters of an error."""
@@ -70,6 +73,7 @@ class Reporter:
             report = {"error": f"{kind}{error}"[:MOST_ERROR], "parameters": [name[:256] for name in names]}
         text = json.dumps(report).encode()
         if len(text) > PAGE - _LENGTH:
+            log.warning("a report of %d bytes is too long: nothing counts as read back", len(text))
             text = json.dumps({"result": None}).encode()
         begin = self._begin + _LENGTH
         self._memory[begin : begin + len(text)] = text

@@ -84,11 +84,11 @@ class Version:
         """Note what was read back: by rank of the engine, the result of `ReadBack.compare`."""
         self.read = None if None in reports else merge_read(self.arrived.values(), reports)
 
-    def state(self, number: int) -> WeightState:
-        """Return the state of an engine that loaded this version and says that it serves `number`."""
+    def state(self) -> WeightState:
+        """Return the state of an engine that serves this version."""
         if not self.read:
-            return WeightState(number)
-        return WeightState(number, self.read, tuple(name for name in self.arrived if name not in self.read))
+            return WeightState(self.number)
+        return WeightState(self.number, self.read, tuple(name for name in self.arrived if name not in self.read))
 
     def source(self) -> dict[str, Any]:
         """Return each parameter's name, dtype, shape, path, first byte and checksum as plain data."""
@@ -132,7 +132,8 @@ class StagedWeights(StagedUpdate[Version]):
 
     def state_of(self, number: int) -> WeightState:
         """Return the state of an engine that says it serves `number`."""
-        return WeightState(number) if self.served is None else self.served.state(number)
+        served = self.served
+        return WeightState(number) if served is None or served.number != number else served.state()
 
     def source(self) -> dict[str, Any]:
         """Return as plain data where the engine's processes find the served version."""

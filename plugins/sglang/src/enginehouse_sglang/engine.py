@@ -72,7 +72,7 @@ class SGLangRollout:
         labels = Labels(self._where)
         self._plain = PlainPath(model.path)
         spec = replace(model, path=self._plain.path)
-        self._weights = SGLangWeights(spec, self._where, labels)
+        self._weights = SGLangWeights(spec, self._where, labels, reads_back=not options.moves_experts)
         self._queue = RequestQueue(lambda: self.server, self._weights, labels, self._ends)
         self._has_clients = bool(options.endpoint or options.openai_endpoint)
         self._can_sleep = not options.endpoint and (context.takes_turns or context.device == "cpu")

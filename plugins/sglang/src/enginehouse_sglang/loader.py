@@ -2,13 +2,16 @@
 
 SGLang calls `load` in each process of the model with what the worker sent by `/update_weights_from_tensor`: not the
 weights, but their place in this host's memory. `load` does not raise, because that would end the process; it writes
-the outcome to the reports.
+the outcome to the reports. What the model holds is compared with the version at the end of the update, because SGLang
+then packs parameters for some kernels.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +19,7 @@ import torch
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
-from enginehouse.weights.read_back import ReadBack
+from enginehouse.weights.read_back import ReadBack, ReadRegions
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
@@ -31,20 +34,21 @@ NOT_SENT = (".k_scale", ".v_scale")
 """Endings of parameters that a checkpoint need not hold."""
 
 READ_BACKS: WeakKeyDictionary[torch.nn.Module, ReadBack] = WeakKeyDictionary()
-"""By model; a process has one, and a second one if it drafts."""
+"""By model, of which a process has one."""
 
 LOADER = f"{__name__}.load"
 """SGLang's name for `load`, as `--custom-weight-loader` and as `load_format`."""
 
 
-def build_order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.Tensor]]:
+def build_order(source: dict[str, Any], reports: str, reads_back: bool = True) -> list[tuple[str, torch.Tensor]]:
     """Return the message that is sent to SGLang instead of tensors.
 
     Args:
         source: `Version.source`, or `{"directory": PATH}`.
         reports: Path of the `Reports`.
+        reads_back: True to compare the model with the version after the load.
     """
-    text = json.dumps({**source, "reports": reports}).encode()
+    text = json.dumps({**source, "reports": reports, "reads_back": reads_back}).encode()
     return [("enginehouse", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
 
 
@@ -52,10 +56,12 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Check that memory holds every parameter as it was staged, and only then load them all."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Reporter(order["reports"], rank).run(lambda: _load(model, order))
+    reporter = Reporter(order["reports"], rank)
+    _compare_after_processing()
+    reporter.run(lambda: _load(model, order, reporter))
 
 
-def _load(model: Any, order: dict[str, Any]) -> list[tuple[int, str]] | None:
+def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> None:
     source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
     source.check()
     if torch.cuda.is_available():
@@ -69,9 +75,45 @@ def _load(model: Any, order: dict[str, Any]) -> list[tuple[int, str]] | None:
     missing = find_unfilled(model, fill)
     if missing:
         raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)
-    read = None if source.directory else read_back.compare(model, source)
-    source.close()
-    return read
+    LOADED[model] = Loaded(read_back, source, reporter, order["reads_back"])
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A version that is loaded and not yet compared with the model."""
+
+    read_back: ReadBack
+    source: StagedSource
+    reporter: Reporter
+    reads_back: bool
+
+    def compare(self, model: torch.nn.Module) -> list[ReadRegions] | None:
+        reads = self.reads_back and not self.source.directory
+        read = self.read_back.compare(model, self.source) if reads else None
+        self.source.close()
+        return read
+
+
+LOADED: WeakKeyDictionary[torch.nn.Module, Loaded] = WeakKeyDictionary()
+"""By model, from the load to the end of the update."""
+
+
+@cache
+def _compare_after_processing() -> None:
+    """Have SGLang compare the model at the end of an update, after it has packed parameters for its kernels."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    process = DefaultModelLoader.postprocess_weights
+
+    def process_and_compare(model: torch.nn.Module, target_device: torch.device) -> None:
+        loaded = LOADED.pop(model, None)
+        if loaded is None:
+            return process(model, target_device)
+        with loaded.read_back.watch():
+            process(model, target_device)
+        loaded.reporter.run(lambda: loaded.compare(model))
+
+    DefaultModelLoader.postprocess_weights = staticmethod(process_and_compare)
 
 
 @torch.no_grad()

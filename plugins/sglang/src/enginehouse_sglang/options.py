@@ -102,6 +102,11 @@ class SGLangOptions(SplitRolloutOptions):
     def servers(self) -> Sequence[str]:
         return self.endpoint
 
+    @property
+    def moves_experts(self) -> bool:
+        """True if SGLang moves experts between processes, so that their places change from update to update."""
+        return any(name.replace("-", "_") == "enable_eplb" and value for name, value in self.native.items())
+
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
         """Estimate the memory of a rank, or return None if the servers run already."""
         if self.endpoint:

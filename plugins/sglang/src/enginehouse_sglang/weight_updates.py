@@ -39,9 +39,10 @@ class SGLangWeights(StagedWeights):
             because they name another version as their `extra_key`.
     """
 
-    def __init__(self, spec: ModelSpec, where: str, labels: Labels):
+    def __init__(self, spec: ModelSpec, where: str, labels: Labels, reads_back: bool = True):
         super().__init__(spec, where)
         self._labels = labels
+        self._reads_back = reads_back
         self.keeps_cache = False
         self._reports: Reports | None = None
 
@@ -101,23 +102,24 @@ class SGLangWeights(StagedWeights):
             await server.begin_update()
             try:
                 if server.process is not None:
-                    reports = await self._order(server, ranks, source, version)
-                    if staged is not None:
-                        staged.note_read(reports)
+                    await self._order(server, ranks, source, version)
                 else:
                     await _send(server, ranks, source, self._labels.label(version), self.keeps_cache)
             finally:
                 await server.end_update()
+            if self._reports is not None and staged is not None:
+                staged.note_read(self._reports.check(self._where, f"read back weight version {version}"))
         except (HTTPStatusError, OSError) as error:
             raise WeightSyncError(f"{self._where}: sglang could not load weight version {version}: {error}") from error
 
-    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> list[Any]:
+    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        order = build_order(source, self._reports.path)
+        order = build_order(source, self._reports.path, self._reads_back)
         await server.load(order, ranks, LOADER, self._labels.label(version), self.keeps_cache)
-        return self._reports.check(self._where, f"load weight version {version}")
+        self._reports.check(self._where, f"load weight version {version}")
+        self._reports.clear()  # for the report at the end of the update
 
 
 async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str, keeps_cache: bool) -> None:

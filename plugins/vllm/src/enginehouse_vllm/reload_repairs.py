@@ -86,6 +86,12 @@ def repack_tied(shared: Shared, loaded: set[int]) -> None:
                 method.process_weights_after_loading(module)
 
 
+def packed_parameters(model: torch.nn.Module) -> set[int]:
+    """Return `id` of the parameters that a module has packed for a CPU kernel, outside the parameter."""
+    packed = (module for module in model.modules() if hasattr(module, "cpu_linear"))
+    return {id(parameter) for module in packed for parameter in module.parameters(recurse=False)}
+
+
 def loaded_modules(model: torch.nn.Module) -> set[int]:
     """Return `id` of the modules that `load_weights` filled. Call it before the reload is finalized."""
     return {

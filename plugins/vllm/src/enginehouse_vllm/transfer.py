@@ -23,6 +23,7 @@ from enginehouse_vllm.reload_repairs import (
     abandon_reload,
     forget_packed_experts,
     loaded_modules,
+    packed_parameters,
     repack_tied,
     shared_parameters,
     unloaded_parameters,
@@ -126,6 +127,6 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         except BaseException:
             abandon_reload(self.model, self.model_config)
             raise
-        read = None if source.directory else self._read_back.compare(self.model, source)
+        read = None if source.directory else self._read_back.compare(self.model, source, packed_parameters(self.model))
         source.close()
         return read

@@ -116,8 +116,8 @@ class VLLMWeights(StagedWeights):
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """Return the version that vLLM says it serves, or None if the weights are lost.
 
-        Checksums are of the parameters that each of vLLM's processes found in its model after the load. The others are
-        packed for kernels, or converted.
+        Checksums are of the parameters that vLLM's processes found in their model after the load; vLLM has packed or
+        calculated the others.
         """
         async with self.switching:
             return WeightState(None) if self.is_lost else self.state_of(int(await llm.get_weight_version()))
