@@ -21,13 +21,13 @@ def one_bit(held: torch.Tensor) -> None:
 
 
 def swapped(held: torch.Tensor) -> None:
-    """The first two of what is counted along the first dimension: numbers, rows or experts."""
+    """The first two of what is counted along the first dimension: rows, or experts."""
     held[[0, 1]] = held[[1, 0]]
 
 
 FAULTS: dict[str, tuple[str, Callable[[torch.Tensor], None]]] = {
     "one bit of a norm": ("model.layers.1.input_layernorm.weight", one_bit),
-    "two numbers of the last norm": ("model.norm.weight", swapped),
+    "the sign of the last norm": ("model.norm.weight", torch.Tensor.neg_),
     "two rows of the queries": ("model.layers.0.self_attn.qkv_proj.weight", swapped),
     "two experts": ("model.layers.1.mlp.experts.w2_weight", swapped),
 }
@@ -47,9 +47,9 @@ def install(_worker: Any = None) -> None:
     """Have faults applied in this process, between a load and the comparison."""
     compare = ReadBack.compare
 
-    def spoilt(self: ReadBack, model: torch.nn.Module, staged: Any) -> Any:
+    def spoilt(self: ReadBack, model: torch.nn.Module, *args: Any) -> Any:
         change(model)
-        return compare(self, model, staged)
+        return compare(self, model, *args)
 
     patch.object(ReadBack, "compare", spoilt).start()
 

@@ -40,7 +40,7 @@ def test_a_weight_that_changes_in_a_process_after_the_load_fails_the_update_by_n
         for version, (what, named) in enumerate(
             {
                 "one bit of a norm": "model.layers.1.input_layernorm.weight",
-                "two numbers of the last norm": "model.norm.weight",
+                "the sign of the last norm": "model.norm.weight",
             }.items(),
             start=2,
         ):
