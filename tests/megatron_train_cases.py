@@ -52,7 +52,7 @@ def trained(
 ENGINES: dict[str, Any] = {"megatron": (MegatronEngine, MegatronOptions), "fsdp": (FSDPEngine, FSDPOptions)}
 
 
-def _set_up(backend: str, path: str, rank: int, world_size: int, **options: Any) -> Any:
+def set_up(backend: str, path: str, rank: int, world_size: int, **options: Any) -> Any:
     make, typed = ENGINES[backend]
     engine = make()
     context = ProcessContext("actor", rank, world_size, rank)
@@ -80,7 +80,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def written(rank: int, world_size: int, path: str, saved: str, exported: str, options: dict[str, Any]) -> Any:
     """Saves a checkpoint and exports the model after a step; returns the weights after the next one."""
-    engine = _set_up("megatron", path, rank, world_size, **options)
+    engine = set_up("megatron", path, rank, world_size, **options)
     _step(engine)
     engine.save(saved)
     engine.export_hf(exported)
@@ -92,7 +92,7 @@ def written(rank: int, world_size: int, path: str, saved: str, exported: str, op
 
 def gone_on(rank: int, world_size: int, backend: str, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
     """Logprobs of all tokens where this rank gives them, and weights after a step; from a checkpoint if any."""
-    engine = _set_up(backend, path, rank, world_size, **options)
+    engine = set_up(backend, path, rank, world_size, **options)
     if saved:
         engine.load(saved)
     scored = engine.forward(batch().drop(["loss_mask"]), Outputs())
@@ -111,7 +111,7 @@ def dealt(
         sizes: rows of each data-parallel rank.
         budget: most tokens of a micro-batch.
     """
-    engine = _set_up("megatron", path, rank, world_size, tokens_per_microbatch=budget, **options)
+    engine = set_up("megatron", path, rank, world_size, tokens_per_microbatch=budget, **options)
     with _counting_passes() as passes:
         engine.forward_backward(batch().split(list(sizes))[engine.mesh.dp_rank], POLICY)
     engine.optim_step()
@@ -129,7 +129,7 @@ def with_padding() -> Batch:
 
 def taught_padding(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Weights after a step on rows in which padding was drawn."""
-    engine = _set_up("megatron", path, rank, world_size, **options)
+    engine = set_up("megatron", path, rank, world_size, **options)
     engine.forward_backward(with_padding(), POLICY)
     engine.optim_step()
     weights = _weights(engine)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
@@ -25,7 +24,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, merge_metrics
 from enginehouse.plugin import plugins
-from enginehouse_megatron.layers import find_positions
+from enginehouse_megatron.layers import find_positions, pack_parameters
 from enginehouse_megatron.output_layer import only_at
 from enginehouse_megatron.packing import Packed, make_padding, plan
 from enginehouse_torch.modeling.heads import check_outputs
@@ -178,30 +177,23 @@ class StagePasses:
     def _call(self, model: torch.nn.Module, packed: Packed, ids: np.ndarray, outputs: Outputs) -> torch.Tensor:
         """Return the stage's output: hidden states, or on the last stage `scores` (or values) at the positions that
         this rank needs."""
-        lengths = torch.tensor((0, *packed.lengths), dtype=torch.int32)
-        begins = lengths.cumsum(0, dtype=torch.int32).to(self.device)
         own, predictor, numbers = self._select_own(packed)
         tokens = np.where(own < 0, 0, ids[own]) if len(ids) else np.zeros_like(own)
-        longest = max(packed.lengths)
-        parameters = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=begins,
-            cu_seqlens_kv=begins,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
         targets = torch.zeros(len(predictor), dtype=torch.int64)
         targets[: len(numbers)] = torch.from_numpy(ids[packed.needed[numbers]])
-        score = None if outputs.values else functools.partial(self._score, targets.to(self.device), outputs)
+        score = None if outputs.values else functools.partial(self._score, self._put(targets), outputs)
         inner: GPTModel = unwrap_model(model)
-        with only_at(inner, torch.from_numpy(predictor).to(self.device), score):
+        with only_at(inner, self._put(torch.from_numpy(predictor)), score):
             output: torch.Tensor = model(
-                input_ids=torch.from_numpy(tokens)[None].to(self.device),
+                input_ids=self._put(torch.from_numpy(tokens)[None]),
                 position_ids=None,
                 attention_mask=None,
-                packed_seq_params=parameters,
+                packed_seq_params=pack_parameters(packed.lengths, self.device),
             )
         return output
+
+    def _put(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices.to(self.device, non_blocking=True)
 
     def _select_own(self, packed: Packed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the input tokens of this context-parallel rank, and the needed tokens that this rank predicts.
@@ -243,7 +235,7 @@ class StagePasses:
         column = column[: len(numbers)]
         if self._context.size() == 1:
             return column
-        spread = column.new_zeros(needed).index_copy(0, torch.from_numpy(numbers).to(column.device), column)
+        spread = column.new_zeros(needed).index_copy(0, self._put(torch.from_numpy(numbers)), column)
         summed: torch.Tensor = _Sum.apply(spread, self._context)
         return summed
 

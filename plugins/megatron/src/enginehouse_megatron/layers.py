@@ -6,8 +6,12 @@ norms under sequence parallelism. This layer has them all, on CPUs and GPUs, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +21,7 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -40,7 +45,7 @@ def decoder_layers(config: TransformerConfig, device: str, stage: int | None = N
 
     The layers are transformer-engine's on a GPU if it is installed, else made of torch's operations.
     """
-    if device == "cuda" and has_transformer_engine():
+    if uses_transformer_engine(device):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
     first = get_transformer_layer_offset(config, vp_stage=stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
@@ -101,6 +106,88 @@ class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         return super().forward(F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, eps), *args, **arguments)
 
 
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of similar length, which are attended together, padded to the longest.
+
+    Attributes:
+        tokens: places of the rows' tokens in the micro-batch, int64 on the device.
+        places: place of each of these tokens among the `rows` times `longest` tokens of the padded rows, likewise.
+    """
+
+    rows: int
+    longest: int
+    tokens: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The groups of a micro-batch, each padded to at most twice its tokens.
+
+    Attributes:
+        order: for each token of the micro-batch, its place among the tokens of all groups, int64 on the device.
+    """
+
+    groups: Sequence[RowGroup]
+    order: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> RowGroups:
+        """Group rows by the exponent of their length. All indices reach the device in one copy."""
+        sizes = np.array(lengths)
+        row = np.repeat(np.arange(len(sizes)), sizes)
+        within = np.arange(len(row)) - (sizes.cumsum() - sizes)[row]
+        exponents = np.frexp(np.maximum(sizes, 1))[1]
+        shapes, indices = [], []
+        for exponent in np.unique(exponents):
+            chosen = exponents == exponent
+            longest = int(sizes[chosen].max())
+            tokens = np.flatnonzero(chosen[row])
+            shapes.append((int(chosen.sum()), longest))
+            indices += [tokens, (chosen.cumsum() - 1)[row[tokens]] * longest + within[tokens]]
+        indices.append(np.argsort(np.concatenate(indices[::2])))
+        joined = torch.from_numpy(np.concatenate(indices)).to(device, non_blocking=True)
+        *parts, order = joined.split([len(part) for part in indices])
+        groups = [RowGroup(*shape, *parts[2 * number : 2 * number + 2]) for number, shape in enumerate(shapes)]
+        return cls(groups, order)
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Packed rows whose lengths the host knows, so that no layer waits for the device to read them.
+
+    `cu_seqlens_q` and `cu_seqlens_kv` are on the CPU, where megatron-core's rotary embedding reads them.
+    transformer-engine's kernels need a `PackedSeqParams` on the GPU instead.
+    """
+
+    lengths: Sequence[int] = ()
+    device: torch.device | None = None
+
+    @cached_property
+    def groups(self) -> RowGroups:
+        """The rows in groups, made by the first layer that asks."""
+        assert self.device is not None
+        return RowGroups.of(self.lengths, self.device)
+
+
+def pack_parameters(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Return the description of packed rows of these lengths in tokens, for the layers that `decoder_layers` gives."""
+    begins = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    if uses_transformer_engine(device.type):
+        begins = begins.to(device, non_blocking=True)
+        return PackedSeqParams("thd", begins, begins, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return PackedRows(
+        "thd", begins, begins, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=lengths, device=device
+    )
+
+
+def uses_transformer_engine(device: str) -> bool:
+    """Return True if the layers are transformer-engine's."""
+    return device == "cuda" and has_transformer_engine()
+
+
 class PackedAttention(MegatronModule):
     """Stands in for `TEDotProductAttention` on packed rows: causal, with grouped keys and values.
 
@@ -136,41 +223,33 @@ class PackedAttention(MegatronModule):
 
         This rank's queries are `(tokens, heads, size)`, its keys and values `(tokens, groups, size)`.
         """
-        lengths = packed_seq_params.cu_seqlens_q.diff()
         if self._group.size() == 1:
-            return self._attend_whole(query, key, value, lengths).flatten(1)
-        return self._attend_split(query, key, value, lengths.tolist()).flatten(1)
+            return self._attend_whole(query, key, value, packed_seq_params.groups).flatten(1)
+        return self._attend_split(query, key, value, packed_seq_params.lengths).flatten(1)
 
     def _attend_whole(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: RowGroups
     ) -> torch.Tensor:
-        """Attend within whole rows: rows of similar length together, padded to at most twice their tokens."""
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        within = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
-        exponents = (lengths.clamp(min=1) - 1).log2().floor()
-        results, where = [], []
-        for exponent in exponents.unique():
-            chosen = exponents == exponent
-            number = chosen.cumsum(0) - 1
-            longest = int(lengths[chosen].max())
-            tokens = chosen[row].nonzero()[:, 0]
-            place = number[row[tokens]] * longest + within[tokens]
-            room = int(chosen.sum()) * longest
+        """Attend within whole rows: the rows of a group together, padded to the longest."""
+        results = []
+        for group in groups.groups:
             spread = (
-                part.new_zeros(room, *part.shape[1:]).index_copy(0, place, part[tokens]) for part in (query, key, value)
+                part.new_zeros(group.rows * group.longest, *part.shape[1:]).index_copy(
+                    0, group.places, part[group.tokens]
+                )
+                for part in (query, key, value)
             )
             attended = F.scaled_dot_product_attention(
-                *(part.unflatten(0, (-1, longest)).transpose(1, 2) for part in spread),
+                *(part.unflatten(0, (-1, group.longest)).transpose(1, 2) for part in spread),
                 is_causal=True,  # the padding is last
                 scale=self._scale,
                 enable_gqa=True,
             )
-            results.append(attended.transpose(1, 2).flatten(0, 1)[place])
-            where.append(tokens)
-        return torch.cat(results)[torch.cat(where).argsort()]
+            results.append(attended.transpose(1, 2).flatten(0, 1)[group.places])
+        return torch.cat(results)[groups.order]
 
     def _attend_split(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
         """Attend within rows of which each rank has two chunks."""
         size, rank = self._group.size(), self._group.rank()
@@ -182,8 +261,9 @@ class PackedAttention(MegatronModule):
             chunk = length // size
             places = [slice(peer * tokens + at, peer * tokens + at + chunk) for peer in range(size)]
             keys, values = (torch.cat([part[place] for place in places]) for part in (key, value))
-            everywhere = torch.cat([find_positions(length, size, peer) for peer in range(size)]).to(query.device)
-            allowed = everywhere[None] <= find_positions(length, size, rank).to(query.device)[:, None]
+            positions = torch.cat([find_positions(length, size, peer) for peer in range(size)])
+            positions = positions.to(query.device, non_blocking=True)
+            allowed = positions[None] <= positions.unflatten(0, (size, chunk))[rank][:, None]
             attended = F.scaled_dot_product_attention(
                 *(part.transpose(0, 1)[None] for part in (query[at : at + chunk], keys, values)),
                 attn_mask=allowed,
