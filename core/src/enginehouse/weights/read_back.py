@@ -294,7 +294,7 @@ def merge_read(parameters: Iterable[Sequence[Any]], reports: Sequence[Sequence[R
 
     Args:
         parameters: entries of `Version.source`.
-        reports: what `ReadBack.compare` has returned on each rank.
+        reports: results of `ReadBack.compare`, by rank.
     """
     merged = {}
     for (name, _, shape, *_), ranks in zip(parameters, zip(*reports, strict=True), strict=True):
