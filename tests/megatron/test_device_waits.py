@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from unittest import mock
 
+import pytest
 import torch
 from pretend import Waits, count_waits, counted
 
@@ -30,6 +31,7 @@ def pass_on(device: torch.device) -> Mapping[str, Waits]:
     return {"forward": found}
 
 
+@pytest.mark.slow
 def test_a_pass_waits_for_its_results_alone():
     waits = count_waits(pass_on)["forward"]
     assert not waits.reads
