@@ -243,3 +243,12 @@ def test_what_is_no_copy_of_what_was_sent_is_not_read_back(fill: Fill):
             model.up.data = torch.empty(8, 6)
             fill(model.up, tensor)
     assert compare(read_back, model, {"up": STAGED["up"]}) == {"up": 0}
+
+
+def test_a_load_that_failed_leaves_nothing_behind(read_back: ReadBack):
+    model = Model()
+    with read_back.watch():
+        for _, tensor in read_back.follow([("up", STAGED["up"])]):
+            model.up.data.copy_(tensor[4:] * 2)  # counts as used in another way
+    load(read_back, model, STAGED)
+    assert compare(read_back, model, STAGED)["up"] == 24

@@ -114,7 +114,9 @@ class CopyRecorder(TorchDispatchMode):
         self._used: set[str] = set()  # names of staged tensors from which something else was calculated
 
     def follow(self, staged: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield staged tensors, whose copies are noted from now on."""
+        """Forget an earlier load, and yield staged tensors, whose copies are noted from now on."""
+        for noted in (self._copies, self._alive, self._staged, self._used):
+            noted.clear()
         for name, tensor in staged:
             whole = Region.of(tensor)
             self._of(tensor)[:] = [Copy(whole, name, replace(whole, offset=0), tensor.dtype, tensor.dtype)]
@@ -261,8 +263,8 @@ class ReadBack:
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         first = self._recorder is not None
         if self._recorder is not None:
-            whole = {key: tensor for key, tensor in held.items() if id(tensor) not in packed}
-            self._copies, self._recorder = self._recorder.copies_in(whole), None
+            plain = {key: tensor for key, tensor in held.items() if id(tensor) not in packed}
+            self._copies, self._recorder = self._recorder.copies_in(plain), None
         read, wrong = [], []
         for (name, tensor), total in zip(source, source.sums, strict=True):
             copies = self._copies.get(name, ())

@@ -138,7 +138,7 @@ class RowGroups:
         sizes = np.array(lengths)
         row = np.repeat(np.arange(len(sizes)), sizes)
         within = np.arange(len(row)) - (sizes.cumsum() - sizes)[row]
-        exponents = np.frexp(np.maximum(sizes, 1))[1]
+        exponents = np.frexp(np.maximum(sizes, 1) - 1)[1]  # lengths of 513 to 1024 tokens are in one group
         shapes, indices = [], []
         for exponent in np.unique(exponents):
             chosen = exponents == exponent
