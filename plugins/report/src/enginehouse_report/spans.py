@@ -47,7 +47,7 @@ def read_timeline(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
     """
     events = read_events(path) if path.is_file() else []
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    tracks = {number: LANE.sub("", name) for number, name in names.items()}
+    tracks = {track: LANE.sub("", name) for track, name in names.items()}
     events = [event for event in events if event.get("pid") == 1]  # operators of a profile are for a trace viewer
     spans = [event for event in events if event["ph"] == "X" and number(event.get("dur")) is not None]
     spans = [event for event in spans if event.get("tid") in tracks and number(event.get("ts")) is not None]
