@@ -154,20 +154,25 @@ def test_flash_attention_is_called_by_transformers_as_it_is_called_here(monkeypa
     assert calls == [len(trees)] * model.config.num_hidden_layers
 
 
-def test_torchs_own_flash_attention_is_called_with_where_rows_end(monkeypatch):
+@pytest.mark.parametrize("older", [False, True])
+def test_torchs_own_flash_attention_is_called_with_where_rows_end(monkeypatch, older):
     """Its kernel is a GPU's; what it is told is checked against torch's own function's arguments."""
 
     arguments = inspect.signature(torch.nn.attention.varlen.varlen_attn)
+    if older:  # before torch 2.12 grouped heads needed no word
+        parameters = [each for each in arguments.parameters.values() if each.name != "enable_gqa"]
+        arguments = arguments.replace(parameters=parameters)
 
     def varlen_attn(*given, **named):
         told = arguments.bind(*given, **named).arguments
         assert told["window_size"] == (-1, 0), "causal"
-        assert told["enable_gqa"]
+        assert told.get("enable_gqa", "enable_gqa" not in arguments.parameters)
         assert told["cu_seq_q"] is told["cu_seq_k"]
         assert told["max_q"] == told["max_k"]
         states = (told[name] for name in ("query", "key", "value"))
         return varlen(*states, told["cu_seq_q"], told["max_q"], told["scale"])
 
+    varlen_attn.__signature__ = arguments
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     path, batch = tiny_model(), make_batch(6, 4, longest=20)
     chosen = AttentionChoices("varlen_attention")

@@ -11,8 +11,10 @@ Not yet run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +102,11 @@ def _choose_flash(device: torch.device) -> str | None:
     return VARLEN if major >= AMPERE and importlib.util.find_spec("torch.nn.attention.varlen") else None
 
 
+@functools.cache
+def _has_argument(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -117,10 +124,11 @@ def varlen_attention(
 
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     ends, longest = cu_seq_lens_q, max_length_q
+    # Before torch 2.12 the kernels take grouped heads unasked.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _has_argument(varlen_attn, "enable_gqa") else {}
     attended: Any = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **grouped
+    )
     return attended[None], None
 
 
