@@ -39,10 +39,11 @@ def rank_processes(*preload: str) -> Iterator[RunRanks]:
     A process has the same rank each time: torch caches what it knows of a device mesh, and not under the rank.
 
     Args:
-        preload: modules that every process is to have imported.
+        preload: modules that every process is to have imported; with a GPU each imports them itself, because megatron's
+            look for one as they are imported, and CUDA does not work in a process forked afterwards.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([] if torch.cuda.device_count() else list(preload))
     pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(MOST)]
 
     def run(world_size: int, scenario: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -132,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    prepare(size)
+    WORK.mkdir(parents=True, exist_ok=True)
+    if any(str(TASK) in step.command for step in chosen):
+        prepare(size)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = found["driver"]["device"]
     facts = {"device": device, "weights": "given" if given.model else "random", "commit": commit,

@@ -140,7 +140,7 @@ def steps(size: Size = LARGE) -> list[Step]:
         )
 
     quick = WORK / "quickstart"
-    tests = "python3 -m pytest -q -p no:cacheprovider -n 0 --timeout 150"
+    tests = "python3 -m pytest -v --tb=short -p no:cacheprovider -n 0 --timeout 150"
     return [
         Step(
             "kernels", f"python3 -m tools.gpu.kernels --device {size.device} {size.kernels} --out {WORK}/kernels.json",
