@@ -27,7 +27,7 @@ from enginehouse_megatron.split_weights import SplitWeights
 from enginehouse_megatron.training import BufferedTraining
 from enginehouse_torch.modeling import export
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.holding import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD, has_other_dtype
 from enginehouse_torch.modeling.loading import value_head_weight
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
@@ -119,12 +119,13 @@ class MegatronEngine:
         made = {}  # tensors that the files need not hold
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
-        stored = weight_map.ModelFiles(Path(self._spec.path), made)
+        self._architecture, self._made, self._is_loaded = architecture, made, False
+        files = self._open_files()
         self._mapped = [
-            mapped for part in self._models for mapped in weight_map.map_parameters(part, architecture, stored)
+            mapped for part in self._models for mapped in weight_map.map_parameters(part, architecture, files)
         ]
         group = parallel_state.get_tensor_model_parallel_group()
-        weight_map.load(self._mapped, stored, self._heads, group.rank(), group.size())
+        weight_map.load(self._mapped, files, self._heads, group.rank(), group.size())
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
         self._stages = weight_map.gather_stages(
@@ -132,6 +133,9 @@ class MegatronEngine:
         )
         read = {stored.name for stage in self._stages for stored in stage}
         self._held = architecture.held(self._spec, read, tied=bool(self._config.tie_word_embeddings))
+
+    def _open_files(self) -> weight_map.ModelFiles:
+        return weight_map.ModelFiles(Path(self._spec.path), self._made)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients, only for the tokens of `loss_mask` if the batch has one.
@@ -168,7 +172,27 @@ class MegatronEngine:
         """Return gradients and optimizer, made at first use because they are several times as large as the model."""
         if self._training is None:
             self._training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
+            path = Path(self._spec.path)
+            if self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
+                self._take_precise_values(self._training)
         return self._training
+
+    def _take_precise_values(self, training: BufferedTraining) -> None:
+        """Let training begin from the files' values, which are more precise than the parameters.
+
+        A weight that begins from the rounded value changes only after steps of half its precision.
+        """
+        files = self._open_files()
+        mapped = {
+            entry.parameter: entry
+            for part in self._models
+            for entry in weight_map.map_parameters(part, self._architecture, files, copies=True)
+        }
+        group = parallel_state.get_tensor_model_parallel_group()
+        rank, size = group.rank(), group.size()
+        training.take_values(
+            lambda parameter: weight_map.read(mapped[parameter], files, self._heads, rank, size, torch.float32)
+        )
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of each weight by its Hugging Face name, as a view if possible."""
@@ -199,6 +223,7 @@ class MegatronEngine:
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load what `save` wrote in any layout; collective. A rank without a saved random state keeps its own."""
+        self._is_loaded = True
         checkpoints.load(path, self._describe_content(what), self._ranks)
 
     def _describe_content(self, what: tuple[str, ...]) -> checkpoints.CheckpointContent:

@@ -97,8 +97,10 @@ class ModelFiles:
         return self._file_of[name].get_slice(name)
 
 
-def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFiles) -> list[MappedParameter]:
-    """Map each of this rank's parameters to its stored tensors, except for a copy of a tied embedding.
+def map_parameters(
+    model: GPTModel, architecture: Architecture, files: ModelFiles, *, copies: bool = False
+) -> list[MappedParameter]:
+    """Map each of this rank's parameters to its stored tensors; only with `copies` also a copy of a tied embedding.
 
     Raises:
         ModelError: The architecture does not map a parameter, or the checkpoint lacks a tensor.
@@ -122,7 +124,9 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
         form = weights[general]
         _mark_split(parameter, form, is_expert=expert is not None)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            continue  # the last stage's copy; the first has it
+            if not copies:
+                continue  # the last stage's copy; the first has it
+            form = weights["embedding.word_embeddings.weight"]
         names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
         holder = None if expert is None else group.rank()
         stored = tuple(StoredTensor(name, files.shape(name), form.split, holder) for name in names)
@@ -166,20 +170,26 @@ def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, ran
     """
     with torch.no_grad():
         for entry in mapped:
-            parts = {stored.name: files.read(stored.name, stored.find_region(rank, size)) for stored in entry.stored}
-            check_stored(files.path, parts.items())
-            whole = entry.form.join([part.to(entry.parameter.dtype) for part in parts.values()], heads)
-            target = entry.parameter
-            if whole.dim() and whole.shape[0] < target.shape[0] and entry.form.split == 0 and len(parts) == 1:
-                target[whole.shape[0] :].zero_()
-                target = target[: whole.shape[0]]
-            if whole.shape != target.shape:
-                first = entry.stored[0]
-                raise ModelError(
-                    f"{first.name} has the shape {first.shape}, which does not fit the model's config: "
-                    f"a rank's part would have the shape {tuple(whole.shape)}, not {tuple(target.shape)}"
-                )
-            target.copy_(whole)
+            entry.parameter.copy_(read(entry, files, heads, rank, size, entry.parameter.dtype))
+
+
+def read(
+    entry: MappedParameter, files: ModelFiles, heads: Heads, rank: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the value that the files give this rank's part of a parameter; raise as `load` does."""
+    parts = {stored.name: files.read(stored.name, stored.find_region(rank, size)) for stored in entry.stored}
+    check_stored(files.path, parts.items())
+    whole = entry.form.join([part.to(dtype) for part in parts.values()], heads)
+    shape = entry.parameter.shape
+    if whole.dim() and whole.shape[0] < shape[0] and entry.form.split == 0 and len(parts) == 1:
+        whole = torch.cat((whole, whole.new_zeros(shape[0] - whole.shape[0], *whole.shape[1:])))
+    if whole.shape != shape:
+        first = entry.stored[0]
+        raise ModelError(
+            f"{first.name} has the shape {first.shape}, which does not fit the model's config: "
+            f"a rank's part would have the shape {tuple(whole.shape)}, not {tuple(shape)}"
+        )
+    return whole
 
 
 def gather_stages(

@@ -8,6 +8,7 @@ engine must compute the same logprobs of a policy.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
 from enginehouse_torch.modeling.export import write_companions, write_weights
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import load_with_holding
+from enginehouse_torch.modeling.holding import has_other_dtype
+from enginehouse_torch.modeling.loading import load_model, load_with_holding
 from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
@@ -80,6 +82,7 @@ class TorchTrainEngine:
             during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None
+        self._is_loaded = False
         self._offloading = Offloading(self._state_by_tag, self._model.device, str(context), self._memory.during)
 
     def _count_pass_tokens(self) -> int:
@@ -120,8 +123,23 @@ class TorchTrainEngine:
     def _get_optimizer(self) -> FlatAdamW:
         """Return the optimizer, built at first use because its buffers are as large as the model."""
         if self._optimizer is None:
-            self._optimizer = FlatAdamW(self._trained_parameters(), self._options, self._ranks.world_size, self._values)
+            values = self._values if self._values is not None else self._float32_values()
+            self._optimizer = FlatAdamW(self._trained_parameters(), self._options, self._ranks.world_size, values)
         return self._optimizer
+
+    def _float32_values(self) -> torch.Tensor:
+        """Return the values that training of half-precision parameters begins from; collective.
+
+        If the model's directory is more precise than the parameters, these are its own values: a weight that begins
+        from the rounded value changes only after steps of half its precision.
+        """
+        parameters = self._trained_parameters()
+        if not self._is_loaded and has_other_dtype(Path(self._spec.path), self._spec.dtype):
+            exact = dict(load_model(replace(self._spec, dtype="float32"), "cpu").named_parameters())
+            parameters = {name: exact[name] for name in parameters}
+        values = gather_values(parameters, self._options).to(self._model.device)
+        self._ranks.broadcast([values])
+        return values
 
     def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -167,6 +185,7 @@ class TorchTrainEngine:
         Raises:
             CheckpointError: the checkpoint is missing, incomplete, damaged or of another model, or lacks a part.
         """
+        self._is_loaded = True
         checkpoint.load(path, self._train_state(what), self._ranks)
         if self._optimizer is not None:
             self._optimizer.publish()

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -280,6 +280,21 @@ def describe_tensors(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
                 part = tensors.get_slice(name)
                 metadata[name] = ParamMeta(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return tuple(metadata[name] for name in sorted(metadata))
+
+
+def has_other_dtype(path: Path, dtype: str) -> bool:
+    """Return True if a directory stores floating-point tensors in another dtype than `dtype`."""
+    from safetensors import safe_open
+
+    def differs(tensors: Any) -> bool:
+        kinds = (DTYPES.get(tensors.get_slice(name).get_dtype(), "") for name in tensors.keys())  # noqa: SIM118
+        return any("float" in kind and kind != dtype for kind in kinds)
+
+    for file in weight_files(path):
+        with safe_open(str(file), framework="pt") as tensors:
+            if differs(tensors):
+                return True
+    return False
 
 
 DTYPES = {
