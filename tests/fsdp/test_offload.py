@@ -143,7 +143,7 @@ def _on_gpu(rank, world_size, path):
     """Bytes held at first, after each tag was put away, and at the end; and weights with and without that."""
 
     def trained(away):
-        engine = make_sharded(path, rank, world_size, device="cuda")
+        engine = make_sharded(path, rank, world_size, device="cuda", attention="sdpa")  # others compile kernels
         for _ in range(2):
             engine.forward_backward(make_batch(4, 2), POLICY)
             engine.optim_step()

@@ -54,7 +54,8 @@ def make_model(path: Path, size: Size) -> None:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     dtype = torch.bfloat16 if size.device == "cuda" else torch.float32
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # on one core this takes a minute
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -59,7 +59,9 @@ def on_card(config: Mapping[str, Any]) -> int:
     batch = Batch({"input_ids": ids, "loss_mask": Ragged(torch.ones(len(ids.values), dtype=torch.bool), ids.offsets)})
     engine = FSDPEngine()
     with tempfile.TemporaryDirectory() as path:
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(path)
+        with torch.device("cuda"):  # on one core this takes minutes
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(path)
+        torch.cuda.empty_cache()
         context = ProcessContext(role="actor", rank=0, world_size=1, local_rank=0, device="cuda")
         engine.setup(ModelSpec(path, dtype="bfloat16"), OPTIONS, context)
     for _ in range(2):

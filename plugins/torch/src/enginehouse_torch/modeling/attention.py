@@ -5,7 +5,7 @@ rows (`packing`) use `flex_attention`, which gets the blocks of tokens that may 
 functions rows are padded and trees masked, for `scaled_dot_product_attention`. The choice depends on the device and on
 the installed packages.
 
-Not yet run on a GPU.
+Of flash-attention's own packages none has yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def varlen_attention(
 
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     ends, longest = cu_seq_lens_q, max_length_q
-    # Before torch 2.12 the kernels take grouped heads unasked.
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _has_argument(varlen_attn, "enable_gqa") else {}
+    grouped: dict[str, Any] = {}
+    if _has_argument(varlen_attn, "enable_gqa"):  # before torch 2.12 the kernels take grouped heads unasked
+        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
     attended: Any = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **grouped
     )

@@ -76,7 +76,9 @@ def half_precision(seen: list[Seen]) -> Measured:
             return wrong(difference)
         part = _part_of_way(rank.value["before"], rank.value["after"])
         if not LEAST_PART <= part <= 2 - LEAST_PART:
-            return wrong(f"{STEPS} small steps made {part:.2f} of the oracle's change: are they, or the weights, rounded?")
+            return wrong(
+                f"{STEPS} small steps made {part:.2f} of the oracle's change: are they or the weights rounded?"
+            )
     logprobs = torch.cat([value["logprobs"] for value in outputs_of(seen)])
     right = reference.scores("tied", 1.0)["logprobs"]
     error = float((logprobs - right).square().mean().sqrt())
