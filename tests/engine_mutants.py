@@ -212,6 +212,14 @@ class SmallStepsLost(TorchTrainEngine):
         return stepped
 
 
+class BeginsRounded(TorchTrainEngine):
+    """Takes its float32 copies from weights that were rounded as they were loaded."""
+
+    def _get_optimizer(self):
+        self._is_loaded = True
+        return super()._get_optimizer()
+
+
 class Raising(TorchTrainEngine):
     """Cannot save."""
 

@@ -29,6 +29,7 @@ MUTANTS = [
     ("DecayForgotten", "single", {"metrics", *TRAINS}),
     ("LossMisreported", "single", {"metrics"}),
     ("SmallStepsLost", "single", {"half_precision"}),
+    ("BeginsRounded", "single", {"half_precision"}),
     ("Raising", "single", {"checkpoint", "value_head_files"}),
     ("MomentsLostOffloaded", "single", {"offload"}),
     ("LendsCopies", "single", {"lent_weights"}),

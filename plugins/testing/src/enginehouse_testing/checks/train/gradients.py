@@ -25,9 +25,9 @@ READING: dict[str, Any] = {"lr": LR, "eps": EPS, "weight_decay": 0.0, "max_grad_
 
 CHECKS = Checks(tolerance=1e-5)
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest error for a user's model. Gradients pass its layers twice, and are read from weights, which bfloat16 rounds
-once more."""
+once more: 0.07 and 0.09 were measured with 30 layers of SmolLM2-135M on a GPU."""
 
 
 def read_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,10 +15,11 @@ from enginehouse_testing.rank import Rank
 
 CHECKS = Checks(tolerance=1e-5)
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Largest error for a user's model. A layer rounds about eight times in a row, in random directions. 30 layers then err
-by the dtype's rounding times sqrt(240): 2^-9 * 15.5 = 0.03 in bfloat16, and 1e-6 in float32, where sums over a
-vocabulary of tens of thousands of tokens add as much."""
+by the dtype's rounding times sqrt(240), 2^-9 * 15.5 = 0.03 in bfloat16, and the largest of 200 tokens by three times
+that: 0.056 was measured with 30 layers of SmolLM2-135M on a CPU. In float32 it is 3e-6, and sums over a vocabulary of
+tens of thousands of tokens add as much."""
 
 
 def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:
