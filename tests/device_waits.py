@@ -9,6 +9,7 @@ from pretend import Waits, counted
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.weights.checksums import mixed_checksum
 from enginehouse_rl.steps.mismatch import add_measurement
 
 LENGTHS = [20, 30, 16, 24]
@@ -48,6 +49,17 @@ def train_on(device: torch.device) -> Mapping[str, Waits]:
         with counted() as found[name]:
             tokens.forward_backward(batch, loss)
     return found
+
+
+def sum_on(device: torch.device) -> Mapping[str, Waits]:
+    """Count what a checksum of a tensor on the device waits for; it is the same as on the host."""
+    tensor = torch.randn(1000, 3)
+    with counted():
+        placed = tensor.to(device)
+    with counted() as waits:
+        total = mixed_checksum(placed)
+    assert total == mixed_checksum(tensor)
+    return {"mixed_checksum": waits}
 
 
 def make_batch() -> Batch:

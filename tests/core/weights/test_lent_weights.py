@@ -3,6 +3,7 @@
 import pytest
 
 from enginehouse.engines.weights import LoanOver
+from enginehouse.weights.checksums import MIXED
 
 from .roles_for_tests import GREEDY, PROMPTS, open_house
 
@@ -10,10 +11,12 @@ from .roles_for_tests import GREEDY, PROMPTS, open_house
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_drawn_of_lent_weights_is_what_is_drawn_of_copies(dtype):
     answers = []
-    for lends in (True, False):
+    for lends, sums_in_place in ((True, True), (True, False), (False, True), (False, False)):
         with open_house("inproc", dtype=dtype) as house:
-            sync = house.connect(lends=lends)
+            sync = house.connect(lends=lends, sums_in_place=sums_in_place)
             sync.publish(1)
+            sums = house.rollout.weight_state()[0].checksums.values()
+            assert {total.startswith(MIXED) for total in sums} == {sums_in_place}
             answers.append([house.answers()])
             for version in (2, 3):
                 house.train()
@@ -21,7 +24,7 @@ def test_what_is_drawn_of_lent_weights_is_what_is_drawn_of_copies(dtype):
                 assert house.versions() == [version]
                 assert report.effect is not None or version > 2
                 answers[-1].append(house.answers())
-    assert answers[0] == answers[1]
+    assert answers == [answers[0]] * 4
     assert answers[0][0] != answers[0][2]
 
 

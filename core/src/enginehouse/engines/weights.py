@@ -291,6 +291,8 @@ class TransferPlan:
         host: address at which a sender listens: loopback if all processes are on one host.
         lends: True if the trainer may lend its tensors (`LendingSession`), because no replica generates while it
             trains.
+        sums_in_place: True if a transport that passes references returns `mixed_checksum` for tensors, which their
+            device computes. Since 1.1.
     """
 
     transport: str
@@ -306,6 +308,7 @@ class TransferPlan:
     addresses: tuple[str, ...] = ()
     host: str = LOOPBACK
     lends: bool = False
+    sums_in_place: bool = False
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
         """Return the plan for receivers, with the `addresses` that the training ranks report, by rank."""

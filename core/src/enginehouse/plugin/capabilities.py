@@ -6,6 +6,7 @@ __all__ = [
     "BACKGROUND_SAVE",
     "COLOCATES",
     "CROSS_HOST",
+    "DEVICE_CHECKSUMS",
     "EXPERTS",
     "HALF_PRECISION",
     "LENT_WEIGHTS",
@@ -66,6 +67,9 @@ SLEEP = "sleep"
 """`sleep` frees accelerator memory, and `wake_up` allocates it again."""
 WEIGHT_CHECKSUMS = "weight_checksums"
 """`weight_state` reports checksums of the served weights."""
+DEVICE_CHECKSUMS = "device_checksums"
+"""If a chunk has a `mixed_checksum` of a parameter, `weight_state` reports the parameter's `mixed_checksum`
+(`checksum_like`), so that no weight leaves the device to be read back. Since 1.1."""
 COLOCATES = "colocates"
 """The engine may share a process with a training engine. It does not change the process's threads, seeds or devices."""
 OPENAI_ENDPOINT = "openai_endpoint"
@@ -84,8 +88,8 @@ BY_KIND: dict[str, frozenset[str]] = {
         BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD,
     }),
     "rollout": frozenset({
-        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PAUSE_KEEP_CACHE, PROMPT_LOGPROBS, SEED,
-        SLEEP, STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
+        COLOCATES, DEVICE_CHECKSUMS, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PAUSE_KEEP_CACHE,
+        PROMPT_LOGPROBS, SEED, SLEEP, STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
     }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
 }  # fmt: skip

@@ -11,6 +11,8 @@ from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSp
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, count_gpus
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
+from enginehouse.plugin import RolloutBackend, plugins
+from enginehouse.plugin.capabilities import DEVICE_CHECKSUMS
 from enginehouse.plugin.secrets import insert_variables
 from enginehouse.roles.device_turns import PARAMS, DeviceTurns
 from enginehouse.roles.role_plan import own_processes
@@ -167,6 +169,7 @@ def _connect(
 ) -> WeightSync:
     """Connect the actor's weights to the rollout. The stack closes the connection."""
     tolerance = {} if launch.effect_tolerance is None else {"effect_tolerance": launch.effect_tolerance}
+    record = plugins().get(RolloutBackend, role.backend, elsewhere=True)
     sync = WeightSync(
         actor,
         rollout,
@@ -177,6 +180,7 @@ def _connect(
         **tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
         lends=role.shares == "actor",
+        sums_in_place=launch.device == "cuda" and DEVICE_CHECKSUMS in record.capabilities,
     )
     sync.connect()
     stack.callback(sync.close)

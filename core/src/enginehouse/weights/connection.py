@@ -54,10 +54,19 @@ class WeightConnection:
         grace: number of seconds by which the controller waits longer than the workers.
     """
 
-    def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float, lends: bool = False):
+    def __init__(
+        self,
+        train: GroupRanks,
+        transport: str,
+        bucket_bytes: int,
+        timeout: float,
+        lends: bool = False,
+        sums_in_place: bool = False,
+    ):
         self.train, self.timeout = train, timeout
         self.grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
         self._transport, self._bucket_bytes, self._lends = transport, bucket_bytes, lends
+        self._sums_in_place = sums_in_place
         self.receivers: Members | None = None
         self.plan: TransferPlan | None = None
         self.nbytes = 0
@@ -76,11 +85,18 @@ class WeightConnection:
         self.receivers = receivers
         transport = transport or self._transport
         parameters = self.call_later(self.train, "weight_metadata").result()
-        plan = load_transport(transport).prepare(
+        carrier = load_transport(transport)
+        plan = carrier.prepare(
             parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self.train.world_size
         )
         one_host = len({*self.train.nodes, *receivers.nodes}) == 1
-        self.plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "", lends=self._lends)
+        self.plan = plan = replace(
+            plan,
+            transport=transport,
+            host=LOOPBACK if one_host else "",
+            lends=self._lends,
+            sums_in_place=self._sums_in_place and getattr(carrier, "passes_references", False),
+        )
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         try:
             plan = plan.reached(self.call_later(self.train, "connect_weights", plan).result())

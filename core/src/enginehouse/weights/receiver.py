@@ -20,7 +20,7 @@ from enginehouse.engines.weights import (
     WeightUpdate,
     WeightUpdateAborted,
 )
-from enginehouse.weights.checksums import checksum, verify_state
+from enginehouse.weights.checksums import checksum, mixed_checksum, verify_state
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ class WeightReceiver:
             chunk = next(chunks, None)
             if chunk is None:
                 return None
-            arrived = {name: checksum(tensor) for name, tensor in chunk.tensors}
+            sum_of = mixed_checksum if plan.sums_in_place else checksum
+            arrived = {name: sum_of(tensor) for name, tensor in chunk.tensors}
             sums.update(arrived)
             for name, total in arrived.items():
                 parts = chunk.parts.get(name)

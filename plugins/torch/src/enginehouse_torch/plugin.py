@@ -5,6 +5,7 @@ from __future__ import annotations
 from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import (
     COLOCATES,
+    DEVICE_CHECKSUMS,
     EXPERTS,
     HALF_PRECISION,
     LENT_WEIGHTS,
@@ -49,6 +50,7 @@ def enginehouse_register_backends(register):
                 PAUSE_KEEP,
                 PAUSE_KEEP_CACHE,
                 WEIGHT_CHECKSUMS,
+                DEVICE_CHECKSUMS,
                 COLOCATES,
                 EXPERTS,
                 SLEEP,

@@ -15,7 +15,7 @@ import torch
 
 from enginehouse.engines.storages import give_back_freed_memory, give_up, take_back
 from enginehouse.engines.weights import HostMemory, Loan, WeightChunk, WeightState, WeightUpdate
-from enginehouse.weights.checksums import checksum
+from enginehouse.weights.checksums import checksum_like
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.names import stored_names, tied_names, unique_state
 from enginehouse.weights.staged_update import StagedUpdate
@@ -34,6 +34,7 @@ class StagedTensors:
         parameters: names of the announced parameters.
         room: tensors to write to, by name; missing tensors are allocated.
         arrived: tensors that have arrived.
+        sums: checksums of the tensors that have arrived, as far as the update gave them.
         loan: the trainer's loan of arrived tensors; None: all were copied.
         lent: names of the lent tensors.
     """
@@ -48,6 +49,7 @@ class StagedTensors:
         self.number = number
         self.parameters = parameters
         self.arrived: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, str] = {}
         self.room = room
         self.loan: Loan | None = None
         self.lent: set[str] = set()
@@ -61,6 +63,8 @@ class StagedTensors:
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
         """Copy a parameter's tensor to the device, unless it is lent."""
+        if arrived_sum is not None:
+            self.sums[name] = arrived_sum
         if self.loan is not None and self._offered is self.loan and tensor.device == self._served[name].device:
             self.lent.add(name)
             self.arrived[name] = tensor.detach()
@@ -101,6 +105,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         # Staging memory kept between updates on a CPU, where fresh memory is five times as slow, unless it is large.
         self._room: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, str] = {}
+        self._arrived_sums: dict[str, str] = {}
         self._device = model.device
         self._loan: Loan | None = None  # set while the trainer owns the parameters
         self.is_lost = False
@@ -174,7 +179,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
                 for name, parameter in self._parameters.items():
                     parameter.copy_(staged.arrived[name])
         self.version, self.is_lost = version, False
-        self._checksums = {}
+        self._checksums, self._arrived_sums = {}, staged.sums
         self.discard()
         if self.are_large:
             del staged
@@ -217,12 +222,16 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._loan = None
 
     def state(self) -> WeightState:
-        """Return the version and checksums of the parameters that the forward pass reads.
+        """Return the version and checksums of the parameters that the forward pass reads, of the kind in which they
+        arrived.
 
         If the parameters are lost, the version is None and there are no checksums.
         """
         if self.is_lost or (self._loan is not None and self._loan.is_over):
             return WeightState(None)
         if not self._checksums:
-            self._checksums = {name: checksum(parameter) for name, parameter in self._parameters.items()}
+            self._checksums = {
+                name: checksum_like(parameter, self._arrived_sums.get(name))
+                for name, parameter in self._parameters.items()
+            }
         return WeightState(self.version, dict(self._checksums))

@@ -27,9 +27,11 @@ class BucketTransport:
 
     Attributes:
         name: name of the transport in its plans.
+        passes_references: True if both ends have the same tensors, so that either may compute a `mixed_checksum`.
     """
 
     name: str
+    passes_references: bool = False
 
     def prepare(
         self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import Loan, TransferPlan, TransportSession, WeightChunk, WeightSyncError
 from enginehouse.weights.buckets import in_plan_order
-from enginehouse.weights.checksums import checksum
+from enginehouse.weights.checksums import checksum, mixed_checksum
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import BucketTransport, IdleSender, Receiver, Sender
@@ -29,6 +29,7 @@ class InprocTransport(BucketTransport):
     """Passes tensors by reference from a training rank to the rollout replica of the same number in its process."""
 
     name = "inproc"
+    passes_references = True
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open one side of the connection; see `WeightTransport`. Raises `WeightSyncError` if replica `index` is not in
@@ -101,13 +102,14 @@ class InprocSender(InprocSession, Sender):
             box.begin(version)
             box.taken, box.bucket, box.loan = 0, None, self.loan
         sums: dict[str, str] = {}
+        sum_of = mixed_checksum if box.plan.sums_in_place else checksum
         planned = in_plan_order(box.plan, source)
         count = len(box.plan.buckets)
         for number, bucket in enumerate(box.plan.buckets):
             tensors = []
             for _ in bucket:
                 parameter, tensor = next(planned)
-                sums[parameter.name] = checksum(tensor)
+                sums[parameter.name] = sum_of(tensor)
                 tensors.append((parameter.name, tensor.detach()))
             with box.changed:
                 self._wait_taken(number, version, deadline, count)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from enginehouse.engines.weights import Loan, LoanOver, WeightChunk, WeightState, WeightSyncError
 from enginehouse.plugin import capabilities
-from enginehouse.weights.checksums import checksum
+from enginehouse.weights.checksums import checksum, mixed_checksum
 from enginehouse.weights.effect import Scores, scored_tokens, share_taken, stands_still
 from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, oracle, prefixed, serves
@@ -254,10 +254,13 @@ def lent_weights(result: tuple[list[Look], list[str]]) -> Measured:
     return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
 
 
-async def _send(replica: ReplicaTrial, tensors: Mapping[str, torch.Tensor]) -> None:
+async def _send(
+    replica: ReplicaTrial, tensors: Mapping[str, torch.Tensor], sums: Mapping[str, str] | None = None
+) -> None:
     version = await replica.start(tensors)
     for chunk in chunks(tensors):
-        await soon(replica.engine.update_weights(WeightChunk(chunk)))
+        arrived = {name: sums[name] for name, _ in chunk} if sums else {}
+        await soon(replica.engine.update_weights(WeightChunk(chunk, arrived)))
     await soon(replica.engine.finish_weight_update(version))
 
 
@@ -272,7 +275,12 @@ async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]
     return [f"{what} was taken"]
 
 
-def _difference(state: WeightState, version: int | None, tensors: Mapping[str, torch.Tensor]) -> str:
+def _difference(
+    state: WeightState,
+    version: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    sum_of: Callable[[torch.Tensor], str] = checksum,
+) -> str:
     """Describe how a replica's state differs from the expected version and tensors; empty if it does not.
 
     Tensors are compared by their checksums, if the state has checksums, except those that it says are not read back.
@@ -285,7 +293,7 @@ def _difference(state: WeightState, version: int | None, tensors: Mapping[str, t
     if unknown := sorted(unread.difference(tensors)):
         return f"weight_state does not read back {unknown[0]}, which is no parameter ({len(unknown)} in all)"
     read = {name: tensor for name, tensor in tensors.items() if name not in unread}
-    differing = [name for name, tensor in read.items() if state.checksums.get(name) != checksum(tensor)]
+    differing = [name for name, tensor in read.items() if state.checksums.get(name) != sum_of(tensor)]
     if not differing:
         return ""
     return f"the checksum of {differing[0]} is not that of what it serves ({len(differing)} in all)"
@@ -333,3 +341,20 @@ async def _weight_checksums(replica: ReplicaTrial) -> str:
     if difference := _difference(await soon(engine.weight_state()), replica.version, changed):
         mistakes.append(f"one value changed on its way: {difference}")
     return "; ".join(mistakes)
+
+
+@CHECKS.act(since="1.1", capability=capabilities.DEVICE_CHECKSUMS, tolerance=EXACT)
+async def _device_checksums(replica: ReplicaTrial) -> str:
+    """After an update with checksums that a device computes, weight_state has such checksums of what is served, and
+    after the next update without them, others."""
+    engine = replica.engine
+    for model, sum_of in (("tied, new", mixed_checksum), ("tied", checksum)):
+        tensors = replica.tensors(model)
+        sums = {name: mixed_checksum(tensor) for name, tensor in tensors.items()} if sum_of is mixed_checksum else {}
+        await soon(engine.pause("wait"))
+        await _send(replica, tensors, sums)
+        replica.serving = model
+        await soon(engine.resume())
+        if difference := _difference(await soon(engine.weight_state()), replica.version, tensors, sum_of):
+            return f"{model}: {difference}"
+    return ""
