@@ -80,8 +80,9 @@ class StoredForm:
             if name in whole or name in stored or not tensor.dim():
                 continue
             rows = tensor.shape[: max(tensor.dim() - 1, 1)]
-            last = [1] * (tensor.dim() - len(rows))
-            numbers[name] = torch.arange(begin, begin + rows.numel()).view(*rows, *last)
+            last = tensor.dim() - len(rows)
+            # Each number twice: before 5.24 transformers drops a dimension of size 1.
+            numbers[name] = torch.arange(begin, begin + rows.numel()).view(*rows, *[1] * last).expand(*rows, *[2] * last)
             begin += rows.numel()
         try:
             stored_rows = revert_weight_conversion(model, dict(numbers))
