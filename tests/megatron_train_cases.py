@@ -18,7 +18,10 @@ from enginehouse_testing.models import PAD_ID
 from enginehouse_testing.problem import POLICY, batch
 
 # isort: split
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+
+from enginehouse_megatron import weight_map
 
 STEPS = 3
 
@@ -47,6 +50,34 @@ def trained(
         "weights": weights,
         "goes on alike": all(torch.equal(again[name], weight) for name, weight in weights.items()),
     }
+
+
+def precise_values(rank: int, world_size: int, path: str, options: dict[str, Any]) -> tuple[float, float]:
+    """How far the float32 copies of a bfloat16 model are from its files, at most, and its own parameters from them."""
+    engine = MegatronEngine()
+    context = ProcessContext("actor", rank, world_size, rank)
+    engine.setup(
+        ModelSpec(path=path, dtype="bfloat16"),
+        MegatronOptions(**TRAINING, tokens_per_microbatch=40, **options),
+        context,
+    )
+    training, files = engine._get_training(), engine._open_files()
+    group = parallel_state.get_tensor_model_parallel_group()
+    whole = {
+        entry.parameter: weight_map.read(entry, files, engine._heads, group.rank(), group.size(), torch.float32)
+        for part in engine._models
+        for entry in weight_map.map_parameters(part, engine._architecture, files, copies=True)
+    }
+    copies = rounded = 0.0
+    for optimizer in training.optimizer.chained_optimizers:
+        groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        for parameter, copy in (pair for group in groups for pair in zip(*group, strict=True)):
+            own = optimizer._get_model_param_range_map(parameter)["param"]
+            expected = whole[parameter].reshape(-1)[own.start : own.end]
+            copies = max(copies, float((copy - expected).abs().max()))
+            rounded = max(rounded, float((parameter.detach().reshape(-1)[own.start : own.end] - expected).abs().max()))
+    engine.shutdown()
+    return copies, rounded
 
 
 ENGINES: dict[str, Any] = {"megatron": (MegatronEngine, MegatronOptions), "fsdp": (FSDPEngine, FSDPOptions)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from expert_models import expert_model
-from megatron_train_cases import STEPS, held, trained
+from megatron_train_cases import STEPS, held, precise_values, trained
 from rank_processes import rank_processes
 
 from enginehouse_testing.checks.train.reference import TRAINING
@@ -47,6 +47,13 @@ def test_shared_out_experts_train_as_transformers_does(run_ranks, tmp_path, path
     for rank in ranks:
         assert largest_difference(rank["weights"], oracle.weights()).error < 1e-4
         assert rank["goes on alike"]
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, {"expert_parallel": 2}), (2, {"tensor_parallel": 2})], ids=str)
+def test_training_in_bfloat16_begins_from_the_files_own_values(run_ranks, path, processes, options):
+    for copies, rounded in run_ranks(processes, precise_values, path, options):
+        assert copies == 0.0
+        assert rounded > 1e-4
 
 
 def test_a_rank_holds_its_own_experts_and_no_others(run_ranks, path):

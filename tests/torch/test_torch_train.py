@@ -17,10 +17,10 @@ from torch_train_cases import (
 )  # fmt: skip
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.train import LossSpec, Mean, NonFiniteWeights, Outputs, TrainEngine
+from enginehouse.engines.train import ALL, LossSpec, Mean, NonFiniteWeights, Outputs, TrainEngine
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.plugin import PluginLookupError
-from enginehouse_testing.models import tiny_model, with_weight
+from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model, with_weight
 from enginehouse_torch.modeling import scores
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
@@ -228,6 +228,39 @@ def test_half_precision_weights_learn_from_updates_smaller_than_their_precision(
         losses.append(engine.forward_backward(batch, POLICY)["loss"].value)
     assert {meta.dtype for meta in coarse.weight_source().metadata()} == {"bfloat16"}
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_what_stays_float32_in_a_model_of_bfloat16_is_trained_too(tmp_path):
+    """transformers keeps the routers of some families in float32."""
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    config = Glm4MoeConfig(
+        vocab_size=VOCABULARY_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, head_dim=8,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = make_engine(str(tmp_path), dtype="bfloat16", lr=1e-2)
+    trained = engine._trained_parameters()
+    assert {parameter.dtype for parameter in trained.values()} == {torch.bfloat16, torch.float32}
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    for _ in range(2):
+        engine.forward_backward(make_batch(4, 4), POLICY)
+        engine.optim_step()
+    assert [name for name, parameter in trained.items() if torch.equal(parameter, before[name])] == []
+
+
+@pytest.mark.parametrize("what", [("model",), ("optimizer",), ("rng",), ALL])
+def test_a_checkpoint_has_and_brings_the_precise_values(tmp_path, what):
+    stored = {name: weight.clone() for name, weight in make_engine(tiny_model()).weight_source().iter_full()}
+    made = make_engine(tiny_model(), dtype="bfloat16")
+    made.save(str(tmp_path / "saved"), ALL)
+    engine = make_engine(tiny_model(), dtype="bfloat16")
+    engine.load(str(tmp_path / "saved"), what)
+    optimizer = engine._get_optimizer()
+    assert set(optimizer._parameters) == set(stored)
+    for name, weight in stored.items():
+        assert torch.equal(optimizer._view(optimizer._values, name), weight)
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)

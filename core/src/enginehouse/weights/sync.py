@@ -291,7 +291,8 @@ class WeightSync:
     def serve_on(self, replicas: Replicas, transport: str, check: bool = True) -> None:
         """Make replicas of another engine serve the version that the rollout serves, with all three verifications.
 
-        Do not call this while the trainer's weights change. The next `publish` sends to the rollout again.
+        Do not call this after the trainer's weights have changed, or while they change: if the served version was
+        summed in place (`sums_in_place`), that is not noticed. The next `publish` sends to the rollout again.
 
         Args:
             replicas: replicas of another engine than the rollout's.

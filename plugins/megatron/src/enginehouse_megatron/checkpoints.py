@@ -117,7 +117,7 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
         if state.training is not None and "optimizer" in state.parts:
             state.training.optimizer.load_state_dict(loaded["optimizer"])
             state.training.resume(description["step"])
-        elif state.training is not None:
+        elif state.training is not None and "model" in state.parts:
             state.training.optimizer.reload_model_params()
         if has_random_state:
             restore_random_states(loaded["rng"])

@@ -171,10 +171,11 @@ class MegatronEngine:
     def _get_training(self) -> BufferedTraining:
         """Return gradients and optimizer, made at first use because they are several times as large as the model."""
         if self._training is None:
-            self._training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
+            training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
             path = Path(self._spec.path)
             if self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
-                self._take_precise_values(self._training)
+                self._take_precise_values(training)
+            self._training = training
         return self._training
 
     def _take_precise_values(self, training: BufferedTraining) -> None:
@@ -223,7 +224,7 @@ class MegatronEngine:
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load what `save` wrote in any layout; collective. A rank without a saved random state keeps its own."""
-        self._is_loaded = True
+        self._is_loaded |= "model" in parts_of(what)
         checkpoints.load(path, self._describe_content(what), self._ranks)
 
     def _describe_content(self, what: tuple[str, ...]) -> checkpoints.CheckpointContent:

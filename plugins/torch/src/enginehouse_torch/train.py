@@ -33,7 +33,7 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.sizes import LITTLE_BYTES, cpu_tokens
 from enginehouse_torch.modeling.token_model import TokenModel
-from enginehouse_torch.optim import FlatAdamW, gather_values
+from enginehouse_torch.optim import FlatAdamW, gather_values, lay_out
 from enginehouse_torch.options import TorchTrainOptions
 from enginehouse_torch.replicated_weights import ReplicatedWeights
 
@@ -134,11 +134,18 @@ class TorchTrainEngine:
         from the rounded value changes only after steps of half its precision.
         """
         parameters = self._trained_parameters()
-        if not self._is_loaded and has_other_dtype(Path(self._spec.path), self._spec.dtype):
+        values = gather_values(parameters, self._options)
+
+        def take_precise() -> None:
             exact = dict(load_model(replace(self._spec, dtype="float32"), "cpu").named_parameters())
-            parameters = {name: exact[name] for name in parameters}
-        values = gather_values(parameters, self._options).to(self._model.device)
-        self._ranks.broadcast([values])
+            places, _ = lay_out(parameters, self._options)
+            with torch.no_grad():
+                for name, (start, size) in places.items():
+                    values[start : start + size] = exact[name].reshape(-1)
+
+        if not self._is_loaded and has_other_dtype(Path(self._spec.path), self._spec.dtype):
+            self._ranks.on_rank_zero(take_precise)
+            self._ranks.broadcast([values])
         return values
 
     def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -185,7 +192,7 @@ class TorchTrainEngine:
         Raises:
             CheckpointError: the checkpoint is missing, incomplete, damaged or of another model, or lacks a part.
         """
-        self._is_loaded = True
+        self._is_loaded |= "model" in parts_of(what)
         checkpoint.load(path, self._train_state(what), self._ranks)
         if self._optimizer is not None:
             self._optimizer.publish()
@@ -195,7 +202,8 @@ class TorchTrainEngine:
         parameter this is its float32 copy."""
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
-        optimizer = self._get_optimizer() if "optimizer" in parts else self._optimizer
+        copied = "model" in parts and self._spec.dtype != "float32" and bool(self._trained_parameters())
+        optimizer = self._get_optimizer() if "optimizer" in parts or copied else self._optimizer
         model = None
         if "model" in parts:
             copies = {} if optimizer is None else optimizer.float32_copies()

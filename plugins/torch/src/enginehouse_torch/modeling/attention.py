@@ -99,7 +99,16 @@ def _choose_flash(device: torch.device) -> str | None:
     if is_flash_attn_2_available():
         return "flash_attention_2"
     major = torch.cuda.get_device_capability(device)[0]
-    return VARLEN if major >= AMPERE and importlib.util.find_spec("torch.nn.attention.varlen") else None
+    return VARLEN if major >= AMPERE and _has_varlen() else None
+
+
+def _has_varlen() -> bool:
+    """Return True if torch has `varlen_attn` with the arguments that `varlen_attention` uses, as it has since 2.11."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return _has_argument(varlen_attn, "scale") and _has_argument(varlen_attn, "window_size")
 
 
 @functools.cache

@@ -283,18 +283,20 @@ def describe_tensors(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
 
 
 def has_other_dtype(path: Path, dtype: str) -> bool:
-    """Return True if a directory stores floating-point tensors in another dtype than `dtype`."""
+    """Return True if a directory stores floating-point tensors in another dtype than `dtype`, or may do so because its
+    weights are not in safetensors files."""
     from safetensors import safe_open
 
     def differs(tensors: Any) -> bool:
         kinds = (DTYPES.get(tensors.get_slice(name).get_dtype(), "") for name in tensors.keys())  # noqa: SIM118
         return any("float" in kind and kind != dtype for kind in kinds)
 
-    for file in weight_files(path):
+    files = weight_files(path)
+    for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             if differs(tensors):
                 return True
-    return False
+    return not files
 
 
 DTYPES = {

@@ -82,7 +82,9 @@ class StoredForm:
             rows = tensor.shape[: max(tensor.dim() - 1, 1)]
             last = tensor.dim() - len(rows)
             # Each number twice: before 5.24 transformers drops a dimension of size 1.
-            numbers[name] = torch.arange(begin, begin + rows.numel()).view(*rows, *[1] * last).expand(*rows, *[2] * last)
+            numbers[name] = (
+                torch.arange(begin, begin + rows.numel()).view(*rows, *[1] * last).expand(*rows, *[2] * last)
+            )
             begin += rows.numel()
         try:
             stored_rows = revert_weight_conversion(model, dict(numbers))
