@@ -15,7 +15,7 @@ CACHED_BYTES = 2 << 20
 """Block size: small enough to stay in the processor's cache after a read, and large enough for a fast loop."""
 
 MIXED = "mixed-"
-"""How a `mixed_checksum` begins."""
+"""Beginning of a `mixed_checksum`."""
 WORDS_AT_ONCE = 1 << 20
 """Number of 8-byte words that are mixed at once: each takes some copies of 8 MiB on the device."""
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
