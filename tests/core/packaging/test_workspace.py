@@ -114,6 +114,7 @@ LIGHT = {
     "report": ["prometheus-client>=0.20"],
     "rl": ["datasets>=3.0", "huggingface_hub>=0.34", "pyyaml>=6.0", "tensorboardX>=2.6.2"],
     "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"],
+    "torch": ["transformers>=5.17"],
 }
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
 
