@@ -178,7 +178,7 @@ def steps(size: Size = LARGE) -> list[Step]:
             "real model in bfloat16",
             f"enginehouse recipes run --quiet real/grpo {inline} cluster.device=cuda run.directory={real} "
             f"run.overwrite=true",
-            120, (*TRAINING, "datasets", "gguf"), lambda: solved(real), {"reward/last half": 0.3, "validation": 0.4},
+            120, (*TRAINING, "gguf"), lambda: solved(real), {"reward/last half": 0.3, "validation": 0.4},
             skipped=_only(small, "make test-real runs it in float32"),
         ),
         Step(
