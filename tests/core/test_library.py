@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from enginehouse import library
+from enginehouse.engines.options import LoraOptions
 from enginehouse.errors import UserError
 from enginehouse.library import Engine, Launch, LossSpec, ModelSpec, SamplingParams, start_engines
 from enginehouse.roles.role_plan import RolePlan
 
 INLINE = Launch(launcher="inline")
 TORCH = Engine("torch")
+LORA = Engine("fsdp", {"lora": {"rank": 16}})
+ADAPTED = ModelSpec("model", adapter=LoraOptions())
+ADDING = Engine("vllm", model=ADAPTED)
 
 
 @pytest.fixture
@@ -77,6 +81,14 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
         ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, but the actor has 1"),
         ({"placement": "shared", "launch": INLINE}, "an inline run has one process"),
         ({"placement": "colocatd"}, r"unknown placement 'colocatd'. Did you mean 'colocated'\?"),
+        ({"rollout": Engine("torch", model=ADAPTED)}, "engine 'torch' lacks the capability 'adapter_updates'"),
+        ({"actor": LORA, "rollout": ADDING, "placement": "shared"}, "with placement 'shared' it needs whole weights"),
+        ({"actor": Engine("fsdp"), "rollout": ADDING}, "but the actor trains None"),
+        ({"actor": Engine("fsdp", {"lora": {"alpha": 1.0}}), "rollout": ADDING}, "but the actor trains .*'alpha': 1.0"),
+        (
+            {"actor": Engine("fsdp", LORA.options, model=ModelSpec("other")), "rollout": ADDING},
+            "is for 'other', not for",
+        ),
         ({"critic": Engine("torch", shares="actr")}, r"critic: no role 'actr'.* Did you mean 'actor'\?"),
     ],
 )

@@ -26,7 +26,7 @@ from enginehouse.engines.options import EngineOptions, RolloutOptions
 from enginehouse.errors import UserError, join_problems, nearest
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, plugins, resolve
-from enginehouse.plugin.capabilities import PROMPT_LOGPROBS
+from enginehouse.plugin.capabilities import ADAPTER_UPDATES, PROMPT_LOGPROBS
 from enginehouse.roles.launch import Launch
 from enginehouse.roles.placement import Roles, place
 from enginehouse.roles.role_plan import RolePlan, own_processes, why_apart
@@ -144,6 +144,8 @@ def start_engines(
 def _place_rollout(role: RolePlan, actor: RolePlan, launch: Launch, placement: str, transport: str) -> RolePlan:
     """Return the rollout's plan with its place beside the actor, its transport, and the checks that it can do."""
     record = plugins().get(RolloutBackend, role.backend, elsewhere=True)
+    if role.model.adapter is not None:
+        _check_adapter(role, record, actor, placement)
     role = replace(
         role,
         shares="actor" if _lives_with_actor(placement, actor, role, record, launch) else None,
@@ -151,6 +153,22 @@ def _place_rollout(role: RolePlan, actor: RolePlan, launch: Launch, placement: s
         effect_check_every=role.effect_check_every if PROMPT_LOGPROBS in record.capabilities else 0,
     )
     return replace(role, transport=_choose_transport(transport, actor, role, record, launch))
+
+
+def _check_adapter(role: RolePlan, record: RolloutBackend, actor: RolePlan, placement: str) -> None:
+    """Check that the rollout adds the adapter that the actor trains to the model that the actor adapts."""
+    adapter = None if role.model.adapter is None else role.model.adapter.model_dump()
+    for able in (plugins().get(TrainBackend, actor.backend, elsewhere=True), record):
+        if ADAPTER_UPDATES not in able.capabilities:
+            raise UserError(
+                f"rollout: engine {able.name!r} lacks the capability {ADAPTER_UPDATES!r}: leave adapter unset"
+            )
+    if actor.options.get("lora") != adapter:
+        raise UserError(f"rollout: adapter is {adapter}, but the actor trains {actor.options.get('lora')} (lora)")
+    if actor.model.path != role.model.path:
+        raise UserError(f"rollout: the adapter is for {actor.model.path!r}, not for {role.model.path!r}")
+    if placement == "shared":
+        raise UserError("rollout: with placement 'shared' it needs whole weights: leave adapter unset")
 
 
 def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:

@@ -13,7 +13,7 @@ from typing import Any
 from enginehouse.engines.environment import Environment as EnvironmentProtocol
 from enginehouse.engines.rollout import RolloutEngine
 from enginehouse.engines.tracker import Tracker as TrackerProtocol
-from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
+from enginehouse.engines.train import OffloadsState, SavesInBackground, SendsAdapters, TrainEngine, TrainsAdapters
 from enginehouse.engines.weights import WeightTransport
 from enginehouse.plugin import (
     Advantage,
@@ -30,7 +30,7 @@ from enginehouse.plugin import (
     Transport,
     resolve,
 )  # fmt: skip
-from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
+from enginehouse.plugin.capabilities import ADAPTER_UPDATES, BACKGROUND_SAVE, LORA, OFFLOAD
 from enginehouse.plugin.references import find_mismatched_methods, find_missing_methods
 from enginehouse.plugin.requirements import find_missing
 
@@ -43,7 +43,12 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
 }
 """By kind of record, the field that names a class and the protocol that the class must implement."""
 
-OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: TrainsAdapters}
+OFFERED: dict[str, type] = {
+    ADAPTER_UPDATES: SendsAdapters,
+    BACKGROUND_SAVE: SavesInBackground,
+    LORA: TrainsAdapters,
+    OFFLOAD: OffloadsState,
+}
 """By capability, the further protocol that a training engine must implement."""
 
 GIVEN: dict[type[Record], int] = {Advantage: 1, Loss: 1, Filter: 1, Stage: 1}

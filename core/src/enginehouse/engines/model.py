@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from enginehouse.engines.options import LoraOptions
 
 Device = Literal["cpu", "cuda"]
 """A torch device type."""
@@ -88,6 +91,8 @@ class ModelSpec:
         head: the head on the decoder. `"causal_lm"` gives logprobs; `"value"` gives one scalar per token.
         trust_remote_code: passed to transformers.
         seed: seed for weights that the checkpoint does not hold, such as new adapters.
+        adapter: for rollout engines with the capability `adapter_updates`: the adapter that weight updates bring. The
+            engine adds it to the weights of `path`, which never change. None: updates bring all weights. Since 1.1.
     """
 
     path: str
@@ -95,6 +100,7 @@ class ModelSpec:
     head: Literal["causal_lm", "value"] = "causal_lm"
     trust_remote_code: bool = False
     seed: int = 0
+    adapter: LoraOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ The module has few imports, because the config checks options before any engine 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -222,6 +224,16 @@ class LoraOptions(BaseModel):
     )
 
 
+def adapts_output(adapter: LoraOptions) -> bool:
+    """Return True if the targets of an adapter name the output layer."""
+    return adapter.targets != "all-linear" and any(name.rpartition(".")[2] == "lm_head" for name in adapter.targets)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return True if the `config.json` of a decoder is that of a mixture of experts."""
+    return any("expert" in name and bool(value) for name, value in config.items())
+
+
 class RolloutOptions(EngineOptions):
     """Options of all rollout engines."""
 
@@ -248,6 +260,31 @@ class RolloutOptions(EngineOptions):
         Raises:
             ConfigError: if they do not fit. The message names values that fit.
         """
+
+    def check_adapter(self, adapter: LoraOptions, config: Mapping[str, Any], device: Device, dtype: str) -> None:
+        """Check that an engine with the capability `adapter_updates` can add an adapter to a model.
+
+        Args:
+            config: as in `check_model`.
+            device, dtype: as in `check_device`.
+
+        Raises:
+            ConfigError: if it cannot. The message is a clause that says why, such as "its rank is above 512".
+        """
+
+    def refuse_adapter(self, model: ModelSpec, device: Device) -> None:
+        """Check a model with an adapter when an engine is launched, as `check_adapter` does.
+
+        Raises:
+            ConfigError: if the engine cannot add the adapter to the model.
+        """
+        if model.adapter is None:
+            return
+        config = json.loads(Path(model.path, "config.json").read_text())
+        try:
+            self.check_adapter(model.adapter, config.get("text_config") or config, device, model.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"the engine cannot add the adapter to {model.path!r}: {error}") from error
 
 
 class SplitRolloutOptions(RolloutOptions):

@@ -308,3 +308,12 @@ class TrainsAdapters(Protocol):
     def export_adapter(self, path: str) -> None:
         """Write only the adapters into the directory `path`, in the form that `peft` reads. Collective."""
         ...
+
+
+class SendsAdapters(Protocol):
+    """The methods of capability `adapter_updates`."""
+
+    def adapter_source(self) -> WeightSource:
+        """Give access to the current A and B of each adapter in `ModelSpec.dtype`, under the names of a file of `peft`,
+        such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`."""
+        ...

@@ -293,6 +293,7 @@ class TransferPlan:
             trains.
         sums_in_place: True if a transport that passes references returns `mixed_checksum` for tensors, which their
             device computes. Since 1.1.
+        adapter: True if `parameters` are those of an adapter (`ModelSpec.adapter`). Since 1.1.
     """
 
     transport: str
@@ -309,6 +310,7 @@ class TransferPlan:
     host: str = LOOPBACK
     lends: bool = False
     sums_in_place: bool = False
+    adapter: bool = False
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
         """Return the plan for receivers, with the `addresses` that the training ranks report, by rank."""

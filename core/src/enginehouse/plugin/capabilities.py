@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ADAPTER_UPDATES",
     "BACKGROUND_SAVE",
     "COLOCATES",
     "CROSS_HOST",
@@ -33,6 +34,10 @@ EXPERTS = "experts"
 LENT_WEIGHTS = "lent_weights"
 """Training: `WeightSource.iter_full` yields the tensors that are trained, not copies, and their addresses never change.
 Rollout: the engine serves lent tensors in place, within `Loan.using` (`WeightChunk.loan`)."""
+
+ADAPTER_UPDATES = "adapter_updates"
+"""A weight update may bring an adapter alone. Training: `adapter_source` works, with the option `lora`. Rollout: the
+engine adds the adapter `ModelSpec.adapter` to the model that it has loaded. Since 1.1."""
 
 # Training engines
 OFFLOAD = "offload"
@@ -85,11 +90,12 @@ CROSS_HOST = "cross_host"
 
 BY_KIND: dict[str, frozenset[str]] = {
     "train": frozenset({
-        BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD,
+        ADAPTER_UPDATES, BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT,
+        VALUE_HEAD,
     }),
     "rollout": frozenset({
-        COLOCATES, DEVICE_CHECKSUMS, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PAUSE_KEEP_CACHE,
-        PROMPT_LOGPROBS, SEED, SLEEP, STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
+        ADAPTER_UPDATES, COLOCATES, DEVICE_CHECKSUMS, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP,
+        PAUSE_KEEP_CACHE, PROMPT_LOGPROBS, SEED, SLEEP, STAGES_WHILE_GENERATING, STOP_STRINGS, WEIGHT_CHECKSUMS,
     }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
 }  # fmt: skip

@@ -181,6 +181,7 @@ def _connect(
         probe=[list(map(int, tokens)) for tokens in probe],
         lends=role.shares == "actor",
         sums_in_place=launch.device == "cuda" and DEVICE_CHECKSUMS in record.capabilities,
+        adapter=role.model.adapter is not None,
     )
     sync.connect()
     stack.callback(sync.close)

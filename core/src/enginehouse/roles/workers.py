@@ -38,6 +38,7 @@ from enginehouse.engines.weights import (
     ParamMeta,
     TransferPlan,
     TransportSession,
+    WeightSource,
     WeightState,
     WeightSyncError,
 )
@@ -78,7 +79,7 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = _load_engine_class(self._record, TrainEngine)()
         self.engine.setup(model, checked, self.context)
         self._session: TransportSession | None = None
-        self._lends = False
+        self._lends = self._sends_adapter = False
         self._loan = Loan()
 
     @property
@@ -146,9 +147,12 @@ class TrainWorker(Worker):
         }
 
     @register(dispatch="rank_zero")
-    def weight_metadata(self) -> list[ParamMeta]:
-        """Return the metadata of the engine's weights, with their Hugging Face names."""
-        return self.engine.weight_source().metadata()
+    def weight_metadata(self, adapter: bool = False) -> list[ParamMeta]:
+        """Return the metadata of the engine's weights, with their Hugging Face names, or of its adapters alone."""
+        return self._weight_source(adapter).metadata()
+
+    def _weight_source(self, adapter: bool) -> WeightSource:
+        return self._require(capabilities.ADAPTER_UPDATES).adapter_source() if adapter else self.engine.weight_source()
 
     @register
     def connect_weights(self, plan: TransferPlan) -> str:
@@ -158,6 +162,7 @@ class TrainWorker(Worker):
         plan = dataclasses.replace(plan, host=host)
         self._session = load_transport(plan.transport).connect(plan, "send", self.context.rank)
         self._lends = plan.lends and capabilities.LENT_WEIGHTS in self._record.capabilities
+        self._sends_adapter = plan.adapter
         return address_of(self._session, host)
 
     @register
@@ -172,7 +177,8 @@ class TrainWorker(Worker):
         if self._lends and isinstance(self._session, LendingSession):
             self._loan = Loan() if self._loan.is_over else self._loan
             self._session.loan = self._loan
-        return self._session.send(version, weights_for(self._session, self.engine.weight_source()), deadline_seconds)
+        source = self._weight_source(self._sends_adapter)
+        return self._session.send(version, weights_for(self._session, source), deadline_seconds)
 
     @register
     async def abort_weights(self, version: int) -> None:

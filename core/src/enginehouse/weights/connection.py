@@ -62,11 +62,12 @@ class WeightConnection:
         timeout: float,
         lends: bool = False,
         sums_in_place: bool = False,
+        adapter: bool = False,
     ):
         self.train, self.timeout = train, timeout
         self.grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
         self._transport, self._bucket_bytes, self._lends = transport, bucket_bytes, lends
-        self._sums_in_place = sums_in_place
+        self._sums_in_place, self._adapter = sums_in_place, adapter
         self.receivers: Members | None = None
         self.plan: TransferPlan | None = None
         self.nbytes = 0
@@ -84,7 +85,8 @@ class WeightConnection:
         """
         self.receivers = receivers
         transport = transport or self._transport
-        parameters = self.call_later(self.train, "weight_metadata").result()
+        asked = (True,) if self._adapter else ()
+        parameters = self.call_later(self.train, "weight_metadata", *asked).result()
         carrier = load_transport(transport)
         plan = carrier.prepare(
             parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self.train.world_size
@@ -96,6 +98,7 @@ class WeightConnection:
             host=LOOPBACK if one_host else "",
             lends=self._lends,
             sums_in_place=self._sums_in_place and getattr(carrier, "passes_references", False),
+            adapter=self._adapter,
         )
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         try:

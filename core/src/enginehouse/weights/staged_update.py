@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from enginehouse.engines.weights import HostMemory, WeightChunk, WeightSyncError, WeightUpdate
@@ -27,7 +28,7 @@ class StagedVersion(Protocol):
     number: int
 
     @property
-    def parameters(self) -> Container[str]: ...
+    def parameters(self) -> Collection[str]: ...
 
     @property
     def arrived(self) -> Container[str]: ...
@@ -67,13 +68,16 @@ class StagedUpdate(ABC, Generic[V]):
         """Prepare to stage `update`, and drop an earlier unfinished update.
 
         Raises:
-            WeightSyncError: if the version is not newer, or the model lacks a parameter of the update.
+            WeightSyncError: if the version is not newer, the model lacks a parameter of the update, or an adapter lacks
+                the other matrix of a layer.
         """
         self.discard()
         if update.version <= self.version:
             raise WeightSyncError(f"{self._where} serves version {self.version}; version {update.version} is not newer")
         for meta in update.parameters:
             self._check_parameter(meta.name, tuple(meta.shape), meta.dtype)
+        if self._model_form().is_adapter:
+            self._check_pairs([meta.name for meta in update.parameters])
         self._staged = self._begun(update)
 
     def stage(self, chunk: WeightChunk) -> None:
@@ -103,7 +107,9 @@ class StagedUpdate(ABC, Generic[V]):
         if staged is None or staged.number != version:
             begun = "none was started" if staged is None else f"version {staged.number} was started"
             raise WeightSyncError(f"{self._where} cannot finish the weight update to version {version}: {begun}")
-        missing = [name for name in self._model_form().parameters if name not in staged.arrived]
+        form = self._model_form()
+        needed = staged.parameters if form.is_adapter else form.parameters
+        missing = [name for name in needed if name not in staged.arrived]
         if missing:
             raise WeightSyncError(
                 f"weight update to version {version} at {self._where} lacks {listed(missing)}; "
@@ -115,6 +121,15 @@ class StagedUpdate(ABC, Generic[V]):
     def discard(self) -> None:
         """Drop the staged tensors. Their memory is not used again, because a thread may still write to it."""
         self._staged = None
+
+    def _check_pairs(self, names: Collection[str]) -> None:
+        """Check that A and B of each adapted layer are announced."""
+        if not names:
+            raise WeightSyncError(f"{self._where} was announced an adapter without matrices")
+        other = {"lora_A": "lora_B", "lora_B": "lora_A"}
+        wanted = {re.sub(r"lora_[AB](?=\.weight$)", lambda found: other[found[0]], name) for name in names}
+        if missing := sorted(wanted.difference(names)):
+            raise WeightSyncError(f"{self._where} was announced an adapter that lacks {listed(missing)}", missing)
 
     def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         form = self._model_form()

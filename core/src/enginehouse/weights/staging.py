@@ -7,13 +7,14 @@ the engine loads it, and releases its memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import HostMemory, ParamMeta, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.errors import EnginehouseError
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.host_memory import AnonymousMemory, lay_out
@@ -100,6 +101,7 @@ class StagedWeights(StagedUpdate[Version]):
     update fails.
 
     Attributes:
+        adapter: `ModelSpec.adapter`; if there is one, versions are adapters.
         served: the served version; None if it is version 0, in the model's directory.
         is_lost: True if no update has brought weights since `forget`.
     """
@@ -107,6 +109,7 @@ class StagedWeights(StagedUpdate[Version]):
     def __init__(self, spec: ModelSpec, where: str):
         super().__init__(where)
         self._spec = spec
+        self.adapter = spec.adapter
         self._form: ModelForm | None = None
         self._spare: AnonymousMemory | None = None  # memory of an old version
         self._loading: Version | None = None
@@ -116,7 +119,13 @@ class StagedWeights(StagedUpdate[Version]):
         self.is_lost = False
 
     def forget(self) -> None:
-        """Record that the engine has freed the memory of its weights."""
+        """Record that the engine has freed the memory of its weights.
+
+        Raises:
+            EnginehouseError: if updates bring an adapter alone, so that no update brings the weights back.
+        """
+        if self.adapter is not None:
+            raise EnginehouseError(f"{self._where}: updates bring an adapter alone, so the weights cannot sleep")
         self.discard()
         self.is_lost = True
 
@@ -137,7 +146,9 @@ class StagedWeights(StagedUpdate[Version]):
 
     def source(self) -> dict[str, Any]:
         """Return as plain data where the engine's processes find the served version."""
-        return {"directory": self._spec.path} if self.served is None else self.served.source()
+        if self.served is not None:
+            return self.served.source()
+        return {"directory": self._spec.path} if self.adapter is None else {"parameters": []}
 
     def _begun(self, update: WeightUpdate) -> Version:
         spare, self._spare = self._spare, None
@@ -187,6 +198,11 @@ class StagedWeights(StagedUpdate[Version]):
         staged, self._staged = self._staged, None  # its copy is not reused, because a thread may still write to it
         if staged is not None and staged is not self._loading:
             staged.release()
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """Names of the parameters that an update may bring."""
+        return self._model_form().parameters
 
     def learn(self) -> None:
         """Find the names, shapes and dtypes of the weights, and check that the files hold every parameter. Engines load

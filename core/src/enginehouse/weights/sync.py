@@ -113,6 +113,7 @@ class WeightSync:
             trainer, in nats.
         lends: True if no replica generates while the trainer trains, so that the trainer may lend its tensors to
             replicas in its processes. Such replicas reject requests during training.
+        adapter: True if the replicas' `ModelSpec.adapter` is set, so that updates bring the trainer's adapter alone.
         sums_in_place: True if replicas in the trainer's processes have the capability `device_checksums`, and the
             weights are on a device that computes a `mixed_checksum` faster than it copies weights to the host.
 
@@ -137,8 +138,11 @@ class WeightSync:
         probe: Sequence[Sequence[int]] | None = None,
         lends: bool = False,
         sums_in_place: bool = False,
+        adapter: bool = False,
     ):
-        self._connection = WeightConnection(GroupRanks(train), transport, bucket_bytes, timeout, lends, sums_in_place)
+        self._connection = WeightConnection(
+            GroupRanks(train), transport, bucket_bytes, timeout, lends, sums_in_place, adapter
+        )
         self._effect = EffectCheck(effect_check_every, effect_tolerance, probe or ())
         self._replicas = rollout
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ConfigError, ModelError, listed, nearest
 from enginehouse_fsdp.gathering import own_part
 from enginehouse_torch.modeling.export import share_weights
@@ -249,14 +250,47 @@ def _peft_config(
     )
 
 
+class AdapterWeights:
+    """The `WeightSource` of a model's adapters: every A and B, whole on every rank, under the names of a `peft` file.
+
+    Args:
+        state: the state of the model.
+        dtype: dtype of the yielded matrices.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype):
+        self._matrices = {name: tensor for name, tensor in state.items() if name.endswith((DOWN, UP))}
+        self._dtype = dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        """Describe all matrices."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return [ParamMeta(_name_in_file(name), dtype, tuple(tensor.shape)) for name, tensor in self._matrices.items()]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each whole matrix on every rank; collective."""
+        for name, tensor in gather_adapters(self._matrices).items():
+            yield name, tensor.to(self._dtype)
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same as `iter_full`, because adapters are small."""
+        return self.iter_full()
+
+
 def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return every A and B of a model's state, whole, under the names of a `peft` file; collective."""
-    adapters: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        if name.endswith((DOWN, UP)):
-            (whole,) = _gather_columns([tensor])
-            adapters[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = whole
-    return adapters
+    matrices = {name: tensor for name, tensor in state.items() if name.endswith((DOWN, UP))}
+    by_rows: dict[int, list[str]] = {}  # matrices that one collective gathers
+    for name, tensor in matrices.items():
+        by_rows.setdefault(tensor.shape[0], []).append(name)
+    whole: dict[str, torch.Tensor] = {}
+    for names in by_rows.values():
+        whole |= zip(names, _gather_columns([matrices[name] for name in names]), strict=True)
+    return {_name_in_file(name): whole[name] for name in matrices}
+
+
+def _name_in_file(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def write_adapter(

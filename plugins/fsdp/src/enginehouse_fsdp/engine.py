@@ -175,6 +175,14 @@ class FSDPEngine:
         alpha = 0.0 if lora is None else lora.alpha
         return ShardedWeights(self._model, self._axes, self._stored, self._holding.form, dtype, alpha=alpha)
 
+    def adapter_source(self) -> adapters.AdapterWeights:
+        """Return access to the current adapters, under the names of a `peft` file. Raises `EnginehouseError` if the
+        model has none."""
+        if self._options.lora is None:
+            raise EnginehouseError(f"{self._context}: there is no adapter to send: the option lora is unset")
+        self._offloading.need("params", to="give weights")
+        return adapters.AdapterWeights(unique_state(self._model, self._stored), getattr(torch, self._spec.dtype))
+
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.
 

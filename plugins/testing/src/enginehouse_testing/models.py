@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+from enginehouse.engines.options import LoraOptions
+
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789abcdefghijklmn=+-. "
 VOCABULARY_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
@@ -145,6 +147,44 @@ def _copy(model: str, weights: dict[str, Any], prefix: str) -> str:
     shutil.copytree(model, path, dirs_exist_ok=True)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return str(path)
+
+
+ADAPTER = LoraOptions(rank=4, alpha=8.0, targets="all-linear")
+"""The adapter of adapted models, on every linear layer but the output layer."""
+
+_ADAPTER_FOLDER = "adapter"
+
+
+@functools.cache
+def adapted_model(path: str, seed: int | None) -> str:
+    """Return a copy of a model's directory with a random adapter added to its weights. The adapter itself is in a
+    folder of the copy.
+
+    Args:
+        seed: seed of A and B; None: B is zero, so the weights stay those of the model.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    weights = stored_tensors(path)
+    adapter: dict[str, Any] = {}
+    generator = torch.Generator().manual_seed(seed or 0)
+    for name, weight in weights.items():
+        if ".layers." in name and weight.dim() == 2:
+            down = torch.randn(ADAPTER.rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
+            up = torch.randn(weight.shape[0], ADAPTER.rank, generator=generator) * (0.0 if seed is None else 0.05)
+            weights[name] = weight + ADAPTER.alpha / ADAPTER.rank * up @ down
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            adapter |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    copy = _copy(path, weights, "adapted-")
+    Path(copy, _ADAPTER_FOLDER).mkdir()
+    save_file(adapter, Path(copy, _ADAPTER_FOLDER, "adapter_model.safetensors"))
+    return copy
+
+
+def stored_adapter(directory: str) -> dict[str, Any]:
+    """Return the adapter of a directory that `adapted_model` made, by name; empty for any other directory."""
+    return stored_tensors(str(Path(directory, _ADAPTER_FOLDER)))
 
 
 def stored_tensors(directory: str) -> dict[str, Any]:

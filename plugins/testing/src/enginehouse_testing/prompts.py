@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from enginehouse_testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, stepped_model, tiny_experts, tiny_model
+from enginehouse_testing.models import (
+    SPECIAL_TOKENS,
+    VOCABULARY_SIZE,
+    adapted_model,
+    stepped_model,
+    tiny_experts,
+    tiny_model,
+)
 
 MAX_MODEL_TOKENS = 2048
 """Maximum length in tokens of a sequence, for every model. It is large, so that a request can be interrupted before it
@@ -24,13 +31,17 @@ ROLLOUT_MODELS: Mapping[str, Callable[[], str]] = {
     "tied, new": lambda: tiny_model("qwen3", True, seed=1, **SHAPE),
     "tied, a step": lambda: stepped_model(rollout_model("tied"), 1),
     "tied, two steps": lambda: stepped_model(rollout_model("tied"), 2),
+    "adapted": lambda: adapted_model(rollout_model("tied"), None),
+    "adapted, new": lambda: adapted_model(rollout_model("tied"), 0),
+    "adapted, newer": lambda: adapted_model(rollout_model("tied"), 1),
     "untied": lambda: tiny_model("llama", False, **SHAPE),
     "untied, new": lambda: tiny_model("llama", False, seed=1, **SHAPE),
     "experts": lambda: tiny_experts(max_positions=MAX_MODEL_TOKENS),
     "experts, new": lambda: tiny_experts(seed=1, max_positions=MAX_MODEL_TOKENS),
 }
 """Functions that return the directory of a tiny model, by name. `"..., new"` has other weights of the same model, and
-`"..., a step"` its weights after a step at a learning rate of 1e-6."""
+`"..., a step"` its weights after a step at a learning rate of 1e-6. An engine that serves `"adapted"` gets updates that
+bring adapters alone."""
 
 
 TEXTS: Mapping[str, tuple[str, ...]] = {

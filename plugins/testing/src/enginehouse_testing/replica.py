@@ -32,7 +32,7 @@ from enginehouse.plugin import Layout, RolloutBackend, capabilities, resolve
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse_testing.check import RolloutCheck, Seen
 from enginehouse_testing.link import announced
-from enginehouse_testing.models import stored_tensors
+from enginehouse_testing.models import ADAPTER, stored_adapter, stored_tensors
 
 T = TypeVar("T")
 
@@ -105,7 +105,8 @@ class ReplicaTrial:
         options = resolve(self.record.options)(**{**limit, **self.layout.options})
         engine: RolloutEngine = resolve(self.record.engine)()
         context = replace(self.context, takes_turns=capabilities.SLEEP in self.record.capabilities)
-        return engine, await engine.launch(ModelSpec(path=path, dtype=self.dtype), options, context)
+        model = ModelSpec(path=path, dtype=self.dtype, adapter=ADAPTER if stored_adapter(path) else None)
+        return engine, await engine.launch(model, options, context)
 
     async def at_rest(self) -> None:
         """Abort and resume, and serve the weights of `model`. Every act finds the replica in this state."""
@@ -165,8 +166,9 @@ class ReplicaTrial:
     # Weights
 
     def tensors(self, model: str) -> dict[str, torch.Tensor]:
-        """Return a model's weights as a training engine sends them: by name, in the order of the checkpoint."""
-        return stored_tensors(self.models[model])
+        """Return a model's adapter, or its weights if it has none, as a training engine sends them: by name, in the
+        order of the checkpoint."""
+        return stored_adapter(self.models[model]) or stored_tensors(self.models[model])
 
     async def start(self, tensors: Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Announce weights under the next version, or under `version`. Return the version."""

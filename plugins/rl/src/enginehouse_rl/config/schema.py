@@ -637,6 +637,12 @@ class WeightsConfig(Section):
     transport: str = Field(
         default="auto", description="Registered name of a transport. auto: chosen by placement and capabilities."
     )
+    adapter: Literal["merged", "alone"] = Field(
+        default="merged",
+        description="With adapters (lora): what an update sends. merged: all weights, with the adapter added; alone: "
+        "the adapter, which the rollout engine adds to the model that it has loaded. Updates are then much shorter, "
+        "but generation is slower.",
+    )
     effect_check_every: int = Field(
         default=50,
         ge=0,

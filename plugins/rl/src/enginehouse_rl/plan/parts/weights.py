@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from enginehouse.errors import ConfigError
+from enginehouse.engines.options import LoraOptions, RolloutOptions
+from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Placement as Reach
 from enginehouse.plugin import RolloutBackend, TrainBackend, Transport
-from enginehouse.plugin.capabilities import CROSS_HOST, SAME_HOST, SAME_PROCESS
+from enginehouse.plugin.capabilities import ADAPTER_UPDATES, CROSS_HOST, SAME_HOST, SAME_PROCESS
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.parts.placement import PlacementPart
 
 
@@ -24,6 +26,7 @@ class WeightsPart(Part[Config]):
     reason = ""
 
     def settle(self) -> None:
+        self._choose_adapter()
         for name in ("rollout", "evaluation"):
             if name in self.run.roles:
                 transport, reason = "", ""
@@ -36,7 +39,40 @@ class WeightsPart(Part[Config]):
         rollout = self.run.roles["rollout"]
         every = rollout.effect_check_every
         checked = f"their effect checked every {every} updates" if every else "their effect unchecked"
-        yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
+        what = ", the adapter alone" if rollout.model.adapter else ""
+        yield "weights", f"by {rollout.transport} ({self.reason}){what}; {checked}"
+
+    def _choose_adapter(self) -> None:
+        """Let the rollout take adapters alone, if the config asks for it."""
+        if self.config.weights.adapter == "merged":
+            return
+        run = self.run
+        adapter: LoraOptions | None = getattr(run.engines["actor"].typed, "lora", None)
+        if obstacle := self._find_obstacle(adapter):
+            self.refuse(f"weights.adapter is alone, but {obstacle}; set weights.adapter=merged")
+        elif adapter is None:
+            self.refuse("weights.adapter is alone, but the actor has no adapter: set actor.engine.options.lora")
+        else:
+            rollout = run.roles["rollout"]
+            run.roles["rollout"] = replace(rollout, model=replace(rollout.model, adapter=adapter))
+
+    def _find_obstacle(self, adapter: LoraOptions | None) -> str:
+        """Return the reason why updates cannot bring an adapter alone; empty if they can."""
+        run = self.run
+        for name in ("actor", "rollout"):
+            if run.engines[name].lacks(ADAPTER_UPDATES):
+                return f"engine {run.engines[name].name!r} lacks the capability {ADAPTER_UPDATES!r}"
+        if run.roles["rollout"].devices_of is not None:
+            return "the rollout's weights do not stay in memory while the actor has its devices"
+        if "evaluation" in run.roles:
+            return "the engine of evaluation.engine gets whole weights"
+        options, model = run.engines["rollout"].typed, run[ModelPart].json
+        try:
+            if isinstance(options, RolloutOptions) and model and adapter is not None:
+                options.check_adapter(adapter, model.get("text_config") or model, run.device, run.dtype)
+        except UserError as error:
+            return f"engine {run.engines['rollout'].name!r} cannot add it to the model: {error}"
+        return ""
 
     def _choose(self, role: str) -> tuple[str, str]:
         """Return the name of the transport, and the reason for choosing it. Both are empty if a backend has a problem.

@@ -6,7 +6,7 @@ the model needs a launch. Checks that leave no engine behind come last.
 
 from __future__ import annotations
 
-from enginehouse_testing.checks.rollout import colocation, control, drawing, endings, life, updates
+from enginehouse_testing.checks.rollout import adapters, colocation, control, drawing, endings, life, updates
 
 CHECKS = (
     *control.FIRST,
@@ -16,6 +16,7 @@ CHECKS = (
     *updates.CHECKS,
     *life.CHECKS,
     *updates.OTHER_MODELS,
+    *adapters.CHECKS,
     *life.LAST,
     *colocation.CHECKS,
 )

@@ -112,14 +112,15 @@ def abort_all(completions: list[SampledCompletion]) -> Measured:
     return larger(logprob_error("tied", aborted), serves("tied", [after]))
 
 
-async def _pause(
+async def pause(
     replica: ReplicaTrial,
     mode: PauseMode,
     tokens: int,
     prompt: Sequence[int] = PROMPT,
     late_prompt: Sequence[int] = LATE,
+    new: str = "tied, new",
 ) -> Paused:
-    """Make a long request, pause, make a late request, and update while paused."""
+    """Make a long request, pause, make a late request, and update to the model `new` while paused."""
     for _ in range(ATTEMPTS):
         await replica.at_rest()
         running = await replica.start_request(prompt, max_tokens=tokens, **GREEDY)
@@ -128,7 +129,7 @@ async def _pause(
             await running
         waiting = asyncio.create_task(replica.request(late_prompt, max_tokens=8, **GREEDY))
         await replica.until(lambda health: health.paused, "paused")
-        version = await replica.update("tied, new", pause=None)
+        version = await replica.update(new, pause=None)
         (early,) = sampled(prompt, await running)
         (late,) = sampled(late_prompt, await waiting)
         if mode == "wait" or early.reason == "abort" or early.last == version:
@@ -139,7 +140,7 @@ async def _pause(
 async def _keep_cache(replica: ReplicaTrial) -> Paused:
     """Pause as `_pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
     await replica.draw(CACHED, max_tokens=2, **GREEDY)
-    return await _pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9])
+    return await pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9])
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
@@ -153,7 +154,7 @@ def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: in
     )
 
 
-@CHECKS.judge(partial(_pause, mode="abort", tokens=LONG))
+@CHECKS.judge(partial(pause, mode="abort", tokens=LONG))
 def pause_abort(paused: Paused) -> Measured:
     """A pause ends running requests with the tokens they had; requests that arrive while paused wait, even during an
     update."""
@@ -161,7 +162,7 @@ def pause_abort(paused: Paused) -> Measured:
     return wrong(mistake) if mistake else _judge_paused(*paused)
 
 
-@CHECKS.judge(partial(_pause, mode="wait", tokens=100))
+@CHECKS.judge(partial(pause, mode="wait", tokens=100))
 def pause_wait(paused: Paused) -> Measured:
     """A pause lets running requests finish; requests that arrive while paused wait, even during an update."""
     early = paused[0]
@@ -170,17 +171,17 @@ def pause_wait(paused: Paused) -> Measured:
     return _judge_paused(*paused)
 
 
-@CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP)
+@CHECKS.judge(partial(pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP)
 def pause_keep(paused: Paused) -> Measured:
     """A request kept over an update continues with the new weights and reports both versions; requests that arrive
     while paused wait."""
-    return _judge_kept(*paused)
+    return judge_kept(*paused)
 
 
-@CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP, since="1.1")
+@CHECKS.judge(partial(pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP, since="1.1")
 def kept_recomputed(paused: Paused) -> Measured:
     """A request kept over an update continues with keys and values that are computed again from the new weights."""
-    return larger(_judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=False))
+    return larger(judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=False))
 
 
 @CHECKS.judge(
@@ -191,21 +192,23 @@ def kept_recomputed(paused: Paused) -> Measured:
 def pause_keep_cache(paused: Paused) -> Measured:
     """A request kept with its cache over an update continues with the new weights and the old keys and values; requests
     that arrive while paused wait, and use no keys and values of the old weights."""
-    return larger(_judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=True))
+    return larger(judge_kept(*paused), switched_error("tied", "tied, new", paused[0], keeps_cache=True))
 
 
-def _judge_kept(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
+def judge_kept(
+    early: SampledCompletion, late: SampledCompletion, version: int, old: str = "tied", new: str = "tied, new"
+) -> Measured:
     """Compare a request from before the pause with both models, and the request during the pause with the new model."""
     if (len(early.tokens), early.reason) != (LONG, "length"):
         return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
     if (early.last, early.first < version) != (version, True):
         return wrong(f"a request kept over the update to {version} reports versions {early.first} to {early.last}")
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
-    if serves("tied", [early]).error <= LOGPROB_TOLERANCE:
+    if serves(old, [early]).error <= LOGPROB_TOLERANCE:
         return wrong("a request kept over an update used the old weights until its end")
     return larger(
-        prefixed("its first token", serves("tied", [begun])),
-        prefixed("a request that arrived while paused", serves("tied, new", [late], version)),
+        prefixed("its first token", serves(old, [begun])),
+        prefixed("a request that arrived while paused", serves(new, [late], version)),
     )
 
 

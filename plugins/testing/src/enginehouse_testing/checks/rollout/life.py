@@ -82,6 +82,11 @@ def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
 @CHECKS.act(capability=capabilities.OPENAI_ENDPOINT)
 async def _endpoint(replica: ReplicaTrial) -> str:
     """At the engine's url an OpenAI client finds the model, and gets the text of the tokens that generate returns."""
+    return await compare_endpoint(replica)
+
+
+async def compare_endpoint(replica: ReplicaTrial) -> str:
+    """Describe how the answers to an OpenAI client differ from those of `generate`; empty if they do not."""
     url = (replica.endpoint.url or "").rstrip("/")
     if not url:
         return "the launch returned no url"

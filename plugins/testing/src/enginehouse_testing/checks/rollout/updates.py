@@ -34,13 +34,13 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 OTHER_MODELS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
-async def _look(replica: ReplicaTrial, model: str, version: int | None = None) -> Look:
+async def look(replica: ReplicaTrial, model: str, version: int | None = None) -> Look:
     """Complete the same few prompts greedily, so that anything an engine remembers of an earlier prompt would show."""
     rows = [*prompts(3, seed=10), SHARED]
     return model, version, await replica.draw(*rows, temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
-def _judge_looks(looks: list[Look]) -> Measured:
+def judge_looks(looks: list[Look]) -> Measured:
     return larger(
         *(
             prefixed(f"look {number}, {model}", serves(model, completions, version))
@@ -51,10 +51,10 @@ def _judge_looks(looks: list[Look]) -> Measured:
 
 async def _update_and_return(replica: ReplicaTrial) -> list[Look]:
     model = replica.model or ""
-    looks = [await _look(replica, model, replica.version)]
+    looks = [await look(replica, model, replica.version)]
     for name in (f"{model}, new", model, f"{model}, new"):
         version = await replica.update(name)
-        looks.append(await _look(replica, name, version))
+        looks.append(await look(replica, name, version))
     return looks
 
 
@@ -62,20 +62,20 @@ async def _update_and_return(replica: ReplicaTrial) -> list[Look]:
 def update(looks: list[Look]) -> Measured:
     """After each of three updates (to new weights, back, and again), tokens, logprobs and versions match the served
     weights."""
-    return _judge_looks(looks)
+    return judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, capability=capabilities.EXPERTS, model="experts")
 def update_experts(looks: list[Look]) -> Measured:
     """After each of three updates of a mixture of experts, tokens, logprobs and versions match the served weights."""
-    return _judge_looks(looks)
+    return judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, model="untied")
 def update_untied(looks: list[Look]) -> Measured:
     """After each of three updates of a model with a separate output layer, tokens, logprobs and versions match the
     served weights."""
-    return _judge_looks(looks)
+    return judge_looks(looks)
 
 
 async def _update_by_steps(replica: ReplicaTrial) -> list[tuple[str, list[list[float]]]]:
@@ -126,7 +126,7 @@ async def _update_behind_cache(replica: ReplicaTrial) -> list[Look]:
 @CHECKS.judge(_update_behind_cache)
 def prefix_cache(looks: list[Look]) -> Measured:
     """After an update, the engine uses no prompt states that it cached before the update."""
-    return _judge_looks(looks)
+    return judge_looks(looks)
 
 
 async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
@@ -141,21 +141,21 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
         await soon(engine.abort_weight_update())
         await soon(engine.resume())
         state = await soon(engine.weight_state())
-        if difference := _difference(state, serving, old):
+        if difference := describe_difference(state, serving, old):
             mistakes.append(f"after {what}: {difference}")
-        looks.append(await _look(replica, "tied", serving))
+        looks.append(await look(replica, "tied", serving))
 
     await soon(engine.pause("wait"))
     await replica.start(new)
     await replica.stage(half)
-    if difference := _difference(await soon(engine.weight_state()), serving, old):
+    if difference := describe_difference(await soon(engine.weight_state()), serving, old):
         mistakes.append(f"with half of an update staged: {difference}")
     await look_at_old("half an update that was aborted")
 
     await soon(engine.pause("wait"))
     version = await replica.start(new)
     await replica.stage({name: tensor for name, tensor in new.items() if name != lost})
-    mistakes += await _check_refusal("an update that lacks a parameter", engine.finish_weight_update(version), lost)
+    mistakes += await check_refusal("an update that lacks a parameter", engine.finish_weight_update(version), lost)
     await look_at_old("an update that lacked a parameter")
 
     for what, name, tensor in (
@@ -164,14 +164,14 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
         ("a name it does not have", "model.layers.9.mlp.up_proj.weight", torch.zeros(3)),
     ):
         await soon(engine.pause("wait"))
-        mistakes += await _check_refusal(what, _send(replica, {**new, name: tensor}), name)
+        mistakes += await check_refusal(what, send(replica, {**new, name: tensor}), name)
         await look_at_old(f"an update with {what}")
 
     await soon(engine.pause("wait"))
-    mistakes += await _check_refusal("a version that is not newer", replica.start(new, serving))
+    mistakes += await check_refusal("a version that is not newer", replica.start(new, serving))
     await look_at_old("an update to the version it serves")
     version = await replica.update("tied, new")
-    looks.append(await _look(replica, "tied, new", version))
+    looks.append(await look(replica, "tied, new", version))
     return looks, mistakes
 
 
@@ -179,7 +179,7 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
 def interrupted_update(result: tuple[list[Look], list[str]]) -> Measured:
     """After an update that was aborted, lacks a parameter or has a wrong one, the old weights are still served."""
     looks, mistakes = result
-    return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
+    return wrong("; ".join(mistakes)) if mistakes else judge_looks(looks)
 
 
 async def _stage_while_generating(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
@@ -192,12 +192,12 @@ async def _stage_while_generating(replica: ReplicaTrial) -> tuple[list[Look], li
         version = await replica.start(new)
         for items in (list(new.items())[:middle], list(new.items())[middle:]):
             await replica.stage(dict(items))
-            looks.append(await _look(replica, "tied", serving))
-        if difference := _difference(await soon(engine.weight_state()), serving, old):
+            looks.append(await look(replica, "tied", serving))
+        if difference := describe_difference(await soon(engine.weight_state()), serving, old):
             mistakes.append(f"with an update staged: {difference}")
         if ending == "aborted":
             await soon(engine.abort_weight_update())
-            looks.append(await _look(replica, "tied", serving))
+            looks.append(await look(replica, "tied", serving))
     (whole,) = sampled(SHARED, await running)
     if (len(whole.tokens), whole.reason) != (100, "length"):
         mistakes.append(f"a request that ran meanwhile ended with {len(whole.tokens)} of 100 tokens, {whole.reason!r}")
@@ -206,7 +206,7 @@ async def _stage_while_generating(replica: ReplicaTrial) -> tuple[list[Look], li
     await soon(engine.finish_weight_update(version))
     replica.serving = "tied, new"
     await soon(engine.resume())
-    looks.append(await _look(replica, "tied, new", version))
+    looks.append(await look(replica, "tied, new", version))
     return looks, mistakes
 
 
@@ -214,7 +214,7 @@ async def _stage_while_generating(replica: ReplicaTrial) -> tuple[list[Look], li
 def staged_while_generating(result: tuple[list[Look], list[str]]) -> Measured:
     """While an update is staged or aborted, requests are answered with the old weights, without a pause."""
     looks, mistakes = result
-    return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
+    return wrong("; ".join(mistakes)) if mistakes else judge_looks(looks)
 
 
 async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
@@ -229,7 +229,7 @@ async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
         await soon(replica.engine.finish_weight_update(version))
         await soon(replica.engine.resume())
         replica.serving = ""
-        looks.append(await _look(replica, name, version))
+        looks.append(await look(replica, name, version))
         loan.end()
         for tensor in lent.values():
             tensor.fill_(0.01)
@@ -239,10 +239,10 @@ async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
             continue
         mistakes.append(f"with weights of version {version} that were lent, and had changed, it drew")
     await replica.update("tied, new")
-    looks.append(await _look(replica, "tied, new", replica.version))
+    looks.append(await look(replica, "tied, new", replica.version))
     if not all((tensor == 0.01).all() for tensor in lent.values()):
         mistakes.append("an update whose weights were not lent was written to those that had been")
-    if difference := _difference(await soon(replica.engine.weight_state()), replica.version, new):
+    if difference := describe_difference(await soon(replica.engine.weight_state()), replica.version, new):
         mistakes.append(difference)
     return looks, mistakes
 
@@ -251,10 +251,10 @@ async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
 def lent_weights(result: tuple[list[Look], list[str]]) -> Measured:
     """Lent weights are served until the loan ends; then nothing is generated until an update."""
     looks, mistakes = result
-    return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
+    return wrong("; ".join(mistakes)) if mistakes else judge_looks(looks)
 
 
-async def _send(
+async def send(
     replica: ReplicaTrial, tensors: Mapping[str, torch.Tensor], sums: Mapping[str, str] | None = None
 ) -> None:
     version = await replica.start(tensors)
@@ -264,7 +264,7 @@ async def _send(
     await soon(replica.engine.finish_weight_update(version))
 
 
-async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]:
+async def check_refusal(what: str, call: Any, parameter: str = "") -> list[str]:
     """Return the mistakes in a rejection, which must be a `WeightSyncError` that names the parameter."""
     try:
         await soon(call)
@@ -275,7 +275,7 @@ async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]
     return [f"{what} was taken"]
 
 
-def _difference(
+def describe_difference(
     state: WeightState,
     version: int | None,
     tensors: Mapping[str, torch.Tensor],
@@ -310,7 +310,7 @@ async def _weight_version(replica: ReplicaTrial) -> Measured:
         if state.version != version or health.version != version:
             mistakes.append(f"version {version} is served; weight_state says {state.version}, health {health.version}")
         tensors = replica.tensors(model)
-        if difference := _difference(state, version, tensors):
+        if difference := describe_difference(state, version, tensors):
             mistakes.append(difference)
         read = f"reads back {len(state.checksums)} of {len(tensors)} parameters"
         if state.checksums:
@@ -330,15 +330,15 @@ async def _weight_checksums(replica: ReplicaTrial) -> str:
         state = await soon(engine.weight_state())
         if not state.reads_all:
             return f"weight_state has no checksum of {state.unread[0]}" if state.unread else "it gives no checksums"
-        if difference := _difference(state, replica.version, replica.tensors(model)):
+        if difference := describe_difference(state, replica.version, replica.tensors(model)):
             mistakes.append(f"{model}: {difference}")
     changed = replica.tensors("tied, new")
     changed["model.layers.0.self_attn.k_proj.weight"][3, 4] += 1e-6
     await soon(engine.pause("wait"))
-    await _send(replica, changed)
+    await send(replica, changed)
     replica.serving = ""
     await soon(engine.resume())
-    if difference := _difference(await soon(engine.weight_state()), replica.version, changed):
+    if difference := describe_difference(await soon(engine.weight_state()), replica.version, changed):
         mistakes.append(f"one value changed on its way: {difference}")
     return "; ".join(mistakes)
 
@@ -352,9 +352,9 @@ async def _device_checksums(replica: ReplicaTrial) -> str:
         tensors = replica.tensors(model)
         sums = {name: mixed_checksum(tensor) for name, tensor in tensors.items()} if sum_of is mixed_checksum else {}
         await soon(engine.pause("wait"))
-        await _send(replica, tensors, sums)
+        await send(replica, tensors, sums)
         replica.serving = model
         await soon(engine.resume())
-        if difference := _difference(await soon(engine.weight_state()), replica.version, tensors, sum_of):
+        if difference := describe_difference(await soon(engine.weight_state()), replica.version, tensors, sum_of):
             return f"{model}: {difference}"
     return ""

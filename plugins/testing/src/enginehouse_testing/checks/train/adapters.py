@@ -12,16 +12,16 @@ from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
 from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train import reference
-from enginehouse_testing.checks.train.outgoing import values_of
+from enginehouse_testing.checks.train.outgoing import judge_weights, read_source, values_of
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.checks.train.training import step
 from enginehouse_testing.comparison import larger, largest_difference, same_bits
-from enginehouse_testing.models import stored_tensors
+from enginehouse_testing.models import ADAPTER, stored_tensors
 from enginehouse_testing.oracle import Oracle
 from enginehouse_testing.problem import batch
 from enginehouse_testing.rank import Rank, weights_of
 
-LORA = {"rank": 4, "alpha": 8.0}
+LORA = ADAPTER.model_dump()
 
 CHECKS = Checks(capability=capabilities.LORA)
 
@@ -82,3 +82,17 @@ def lora(seen: list[Seen]) -> Measured:
         "trained, against the adapter in peft": (trained, first["adapted"]),
     }
     return larger(*(Measured(largest_difference({"": a}, {"": b}).error, where) for where, (a, b) in compared.items()))
+
+
+def _send(rank: Rank) -> tuple[Any, dict[str, torch.Tensor]]:
+    with rank.engine("tied", **TRAINING, lora=LORA) as engine:
+        step(engine, rank.shard(engine, batch()))
+        engine.export_adapter(rank.path("adapter"))
+        rank.meet()
+        return read_source(engine.adapter_source()), stored_tensors(rank.path("adapter"))
+
+
+@CHECKS.judge(_send, capability=capabilities.ADAPTER_UPDATES, since="1.1")
+def adapter_updates(seen: list[Seen]) -> Measured:
+    """The adapters that an update sends are those of the exported file, bit for bit."""
+    return judge_weights([rank.value[0] for rank in seen], seen[0].value[1], "the adapter")

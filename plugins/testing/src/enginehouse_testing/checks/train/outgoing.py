@@ -9,7 +9,7 @@ import torch
 
 from enginehouse.data import Batch
 from enginehouse.engines.train import Outputs
-from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.engines.weights import ParamMeta, WeightSource, WeightSyncError
 from enginehouse.plugin import capabilities
 from enginehouse.weights.parts import as_slices, check_layout, parts_of
 from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
@@ -36,30 +36,44 @@ def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
     described = {}
     for model in models:
         with rank.engine(model) as engine:
-            source = engine.weight_source()
-            local = {name: tensor.detach().cpu().clone() for name, tensor in source.iter_local()}
-            described[model] = (source.metadata(), weights_of(engine), local)
+            described[model] = read_source(engine.weight_source())
     return described
+
+
+def read_source(source: WeightSource) -> tuple[Sequence[ParamMeta], Weights, Weights]:
+    """Return metadata, whole weights, and this rank's parts; collective."""
+    local = {name: tensor.detach().cpu().clone() for name, tensor in source.iter_local()}
+    return source.metadata(), {name: tensor.detach().cpu().clone() for name, tensor in source.iter_full()}, local
 
 
 @CHECKS.judge(read)
 def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
     """At the start the weights equal the checkpoint bit for bit; each rank yields the parts that the metadata name."""
-    measured = [Measured(0.0)]
-    for model in models:
-        right = stored_tensors(model_path(model))
-        first = seen[0].value[model][0]
-        for rank, result in enumerate(seen):
-            metadata, full, local = result.value[model]
-            where = f"{model} model, rank {rank}"
-            if metadata != first:
-                return wrong(f"{where}: metadata differ from rank 0's")
-            described = [(meta.name, meta.shape, meta.dtype) for meta in metadata]
-            tensors = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in full.items()]
-            if described != tensors:
-                return wrong(f"{where}: iter_full must yield the parameters of the metadata, in their order")
-            measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
-            measured.append(_judge_parts(metadata, rank, len(seen), full, local, where))
+    return larger(
+        *(
+            judge_weights([rank.value[model] for rank in seen], stored_tensors(model_path(model)), f"{model} model")
+            for model in models
+        )
+    )
+
+
+def judge_weights(ranks: Sequence[tuple[Sequence[ParamMeta], Weights, Weights]], right: Weights, what: str) -> Measured:
+    """Compare the weights that the ranks yield with the right ones, bit for bit, and with their metadata.
+
+    Args:
+        ranks: by rank, its metadata, whole weights and own parts.
+    """
+    measured = []
+    for rank, (metadata, full, local) in enumerate(ranks):
+        where = f"{what}, rank {rank}"
+        if metadata != ranks[0][0]:
+            return wrong(f"{where}: metadata differ from rank 0's")
+        described = [(meta.name, meta.shape, meta.dtype) for meta in metadata]
+        tensors = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in full.items()]
+        if described != tensors:
+            return wrong(f"{where}: iter_full must yield the parameters of the metadata, in their order")
+        measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
+        measured.append(_judge_parts(metadata, rank, len(ranks), full, local, where))
     return larger(*measured)
 
 
