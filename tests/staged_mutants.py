@@ -31,6 +31,41 @@ class SecondUpdateDropped:
             await super().finish_weight_update(version)
 
 
+class AdapterNotNamed:
+    """Serves the model without its adapter, as to a request that does not name it."""
+
+    async def finish_weight_update(self, version):
+        await super().finish_weight_update(version)
+        self._adapter = None
+
+
+class AdaptersCachedByName:
+    """Finds keys and values of older versions, because the adapter's name is always the same."""
+
+    async def finish_weight_update(self, version):
+        self._weights.keeps_cache = True
+        await super().finish_weight_update(version)
+
+    async def _run(self, *args):
+        import vllm.inputs
+
+        salted = vllm.inputs.tokens_input
+        with patch("vllm.inputs.tokens_input", lambda prompt, cache_salt: salted(prompt, cache_salt="0")):
+            return await super()._run(*args)
+
+
+def vllm_adapter_not_named():
+    from enginehouse_vllm.engine import VLLMRollout
+
+    return type("NotNamed", (AdapterNotNamed, VLLMRollout), {})()
+
+
+def vllm_adapters_cached_by_name():
+    from enginehouse_vllm.engine import VLLMRollout
+
+    return type("CachedByName", (AdaptersCachedByName, VLLMRollout), {})()
+
+
 def vllm_dropping():
     from enginehouse_vllm.engine import VLLMRollout
 

@@ -17,6 +17,7 @@ from enginehouse.engines.rollout import GenerateResult, Health
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
 from enginehouse.weights.host_memory import AnonymousMemory, lay_out
 from enginehouse.weights.staging import Version
+from enginehouse_testing.models import ADAPTER, stored_adapter
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.options import VLLMOptions
 
@@ -32,7 +33,7 @@ class UpdatedReplica(Worker):
     @register
     async def launch(self, path: str, dtype: str = "float32", **options: Any) -> str | None:
         """Launch it; returns the URL for OpenAI clients, if it has one."""
-        spec = ModelSpec(path, dtype=dtype)  # type: ignore[arg-type]
+        spec = ModelSpec(path, dtype=dtype, adapter=ADAPTER if stored_adapter(path) else None)  # type: ignore[arg-type]
         return (await self.engine.launch(spec, VLLMOptions(**{**SMALL, **options}), self.context)).url
 
     @register
@@ -46,7 +47,9 @@ class UpdatedReplica(Worker):
 
 
 def weights_of(path: str, dtype: torch.dtype = torch.float32) -> Weights:
-    """The weights in a model directory."""
+    """The weights in a model directory, or its adapter alone."""
+    if adapter := stored_adapter(path):
+        return adapter
     found: Weights = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         found |= {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
@@ -124,11 +127,11 @@ async def update(
     return await engine.weight_state()
 
 
-async def install_faults(engine: VLLMRollout) -> None:
+async def install_faults(engine: VLLMRollout, installer: str = "install") -> None:
     """Have `weight_faults` applied in vLLM's processes."""
     import weight_faults
 
-    await engine.native.collective_rpc(weight_faults.install)
+    await engine.native.collective_rpc(getattr(weight_faults, installer))
 
 
 async def attempt(engine: VLLMRollout, path: str, version: int) -> tuple[str, str, tuple[str, ...]]:

@@ -43,6 +43,36 @@ def change(model: torch.nn.Module) -> None:
         spoil(dict(model.named_parameters())[name].data)
 
 
+def change_adapter(manager: Any) -> None:
+    """Change one bit of the adapter that vLLM or SGLang computes with, if the file has anything in it."""
+    file = Path(os.environ["WEIGHT_FAULT"])
+    if not file.read_text():
+        return
+    file.write_text("")
+    if pool := getattr(manager, "memory_pool", None):  # SGLang's
+        one_bit(pool.A_buffer["qkv_proj"][1][pool.get_buffer_id(next(iter(manager.lora_refs)))])
+    else:
+        one_bit(manager.modules["model.layers.1.self_attn.qkv_proj"].lora_a_stacked[0])
+
+
+def install_in(adapters: Any) -> None:
+    """Have that fault applied in this process, between the load of an adapter and the comparison in a module."""
+    compare = adapters.read_back
+
+    def spoilt(manager: Any, *args: Any) -> Any:
+        change_adapter(manager)
+        return compare(manager, *args)
+
+    patch.object(adapters, "read_back", spoilt).start()
+
+
+def install_for_adapter(_worker: Any) -> None:
+    """Have that fault applied in one of vLLM's processes."""
+    from enginehouse_vllm import adapters
+
+    install_in(adapters)
+
+
 def install(_worker: Any = None) -> None:
     """Have faults applied in this process, between a load and the comparison."""
     compare = ReadBack.compare
@@ -59,8 +89,9 @@ LOADER = f"{__name__}.load"
 
 def load(model: Any, named_tensors: Any) -> None:
     """SGLang's loader, with faults."""
-    from enginehouse_sglang import loader
+    from enginehouse_sglang import adapter_loader, loader
 
     if ReadBack.compare.__name__ != "spoilt":
         install()
+        install_in(adapter_loader)
     loader.load(model, named_tensors)

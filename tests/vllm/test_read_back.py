@@ -5,10 +5,12 @@ import os
 import pytest
 from vllm_weights_replica import updated_replica
 
-from enginehouse_testing.models import tiny_model
+from enginehouse_testing.models import adapted_model, tiny_model
 
 pytestmark = pytest.mark.slow
 
+LAYER = "base_model.model.model.layers.1"
+PROMPT = [5, 6, 7, 8]
 READ = {"layernorm", "q_norm", "k_norm", "model.norm"}
 
 
@@ -49,3 +51,26 @@ def test_a_weight_that_changes_in_a_process_after_the_load_fails_the_update_by_n
             assert (kind, parameters) == ("WeightSyncError", (named,))
             assert "version 1 is served again" in message
         assert act("update", model(2), 9).checksums.keys() == first.checksums.keys()
+
+
+def test_an_adapter_that_changes_in_a_process_after_the_load_fails_the_update_by_name(ray_cluster, runtime, tmp_path):
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    path = os.pathsep.join([runtime.env["PYTHONPATH"], os.path.dirname(os.path.dirname(__file__))])
+    env = {"WEIGHT_FAULT": str(fault), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": path}
+    with updated_replica(runtime, adapted_model(model(0), None), env=env) as act:
+        act("install_faults", "install_for_adapter")
+        before = act("draw", PROMPT, 8).completions[0]
+        fault.write_text("one bit")
+        assert "version 0 is served again" in act("attempt", adapted_model(model(0), 0), 1)[1]
+        assert act("draw", PROMPT, 8).completions[0] == before
+        state = act("update", adapted_model(model(0), 0), 2)
+        served = act("draw", PROMPT, 8).completions[0]
+        assert served.token_ids != before.token_ids
+        assert (len(state.checksums), state.unread) == (28, ())
+        fault.write_text("one bit")
+        kind, message, parameters = act("attempt", adapted_model(model(0), 1), 3)
+        assert (kind, parameters) == ("WeightSyncError", (f"{LAYER}.self_attn.q_proj.lora_A.weight",))
+        assert "version 2 is served again" in message
+        assert act("draw", PROMPT, 8).completions[0] == served
+        assert act("update", adapted_model(model(0), 1), 4).checksums.keys() == state.checksums.keys()

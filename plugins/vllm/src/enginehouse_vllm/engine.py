@@ -21,6 +21,7 @@ from enginehouse_vllm.core_processes import SHUTDOWN_SECONDS, CoreProcesses, VLL
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import VLLMOptions
+from enginehouse_vllm.served_adapter import AdaptedEngine, adapter_request
 from enginehouse_vllm.starting import engine_arguments, has_exact_logprobs, has_tokenizer, set_environment, start_engine
 from enginehouse_vllm.statistics import Statistics
 from enginehouse_vllm.translation import RequestTranslator, add_kept_probability
@@ -106,13 +107,15 @@ class VLLMRollout:
             raise ModelError(f"{model.path!r} is not a model directory: it holds no config.json")
         if options.openai_endpoint and not has_tokenizer(model):
             raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
+        options.refuse_adapter(model, context.device)
         self._can_sleep = context.takes_turns or context.device == "cpu"
         self._weights = VLLMWeights(model, self._where)
         await asyncio.to_thread(self._weights.learn)
         set_environment(context.device)
         self._translator = RequestTranslator(model, options, self._where, has_exact_logprobs())
         self._plain = PlainPath(model.path)
-        arguments = engine_arguments(self._plain.path, model, options, context)
+        self._adapter = None if model.adapter is None else adapter_request()
+        arguments = engine_arguments(self._plain.path, model, options, context, self._weights.parameters)
         before = set(multiprocessing.active_children())
         try:
             try:
@@ -125,10 +128,13 @@ class VLLMRollout:
                 self._core = CoreProcesses(started, self._where)
             self._translator.learn(llm.model_config)
             await self._wait_for(llm.update_weight_version("0"))
+            if self._adapter is not None:
+                await self._wait_for(self._weights.clear_adapter(llm))
             await self.generate(GenerateRequest("launch", [0], SamplingParams(max_tokens=1)))
             if options.openai_endpoint:
                 self._server = OpenAIServer("127.0.0.1" if options.openai_endpoint == "loopback" else context.node)
-                await self._server.start(llm, engine_args, self._get_awake_engine)
+                served: Any = llm if self._adapter is None else AdaptedEngine(llm)
+                await self._server.start(served, engine_args, self._get_awake_engine)
         except BaseException as error:
             await self.shutdown()
             if not isinstance(error, VLLMFailed):
@@ -190,7 +196,8 @@ class VLLMRollout:
             self._weights.check()
             running.version = self._weights.version
             inputs = tokens_input(prompt, cache_salt=str(running.version))
-            outputs = [output async for output in llm.generate(inputs, sampling, name)]
+            answers = llm.generate(inputs, sampling, name, lora_request=self._adapter)
+            outputs = [output async for output in answers]
             return outputs[-1]
 
         try:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from enginehouse.engines.memory import PROCESS_BYTES, MemoryDemand, MemoryUse, server_memory
-from enginehouse.engines.options import SplitRolloutOptions, check_native
+from enginehouse.engines.model import Device
+from enginehouse.engines.options import LoraOptions, SplitRolloutOptions, adapts_output, check_native, has_experts
 from enginehouse.errors import ConfigError
 
 OURS = {
@@ -30,12 +31,22 @@ OURS = {
     "skip_tokenizer_init": "the tokenizer is loaded if the model has one",
     "disable_log_stats": "health and metrics are read from the statistics",
     "data_parallel_size": "use rollout.replicas",
+    "enable_lora": "use weights.adapter",
+    "max_loras": "a replica serves one adapter",
+    "max_cpu_loras": "a replica serves one adapter",
+    "max_lora_rank": "use lora.rank of the actor",
+    "lora_target_modules": "use lora.targets of the actor",
+    "lora_dtype": "adapters have model.dtype",
+    "fully_sharded_loras": "what is served is compared with what was sent, as vLLM splits it by default",
     "speculative_config": "speculative decoding has other logprobs and seeds than the backend promises",
 }
 """Arguments of vLLM's engine that this backend sets itself, each with the setting to use instead, or the reason why
 there is none."""
 
 CPU_KV_CACHE_MIB = 1024
+
+MOST_RANK = 512
+"""The largest rank of an adapter."""
 
 SHARE, SHARE_IN_TURNS = 0.92, 0.85
 """Fraction of a GPU's memory that vLLM uses: vLLM's own default, and our default if roles take turns on the GPU."""
@@ -65,6 +76,16 @@ class VLLMOptions(SplitRolloutOptions):
         description="Endpoint that also serves the model to OpenAI clients, at a free port. loopback: at 127.0.0.1; "
         "node: at the node's address, which other machines on the network can reach. Unset: no endpoint.",
     )
+
+    def check_adapter(self, adapter: LoraOptions, config: Mapping[str, Any], device: Device, dtype: str) -> None:
+        if adapts_output(adapter):
+            raise ConfigError("it adapts the output layer (lora.targets)")
+        if adapter.rank > MOST_RANK:
+            raise ConfigError(f"its rank is above {MOST_RANK}")
+        if device == "cpu" and has_experts(config):
+            raise ConfigError("a mixture of experts with an adapter ends vllm's CPU build at the first token")
+        if device == "cuda" and dtype == "float32":
+            raise ConfigError("vllm's kernels for adapters on GPUs compute only in half precision")
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
         """Reject top-p and top-k if exact logprobs are needed: Model Runner V2, the default on GPUs, has none."""

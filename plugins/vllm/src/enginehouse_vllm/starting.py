@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from enginehouse.errors import ConfigError, ModelError
 from enginehouse_vllm.last_words import HERE, last_words
 from enginehouse_vllm.options import CPU_KV_CACHE_MIB, SHARE_IN_TURNS, V2_RUNNER, VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
+from enginehouse_vllm.served_adapter import adapter_arguments
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
@@ -67,8 +68,10 @@ def has_tokenizer(model: ModelSpec) -> bool:
     return any(any(Path(model.path).glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
-def engine_arguments(path: str, model: ModelSpec, options: VLLMOptions, context: ProcessContext) -> dict[str, Any]:
-    """Return vLLM's arguments for the model at `path`."""
+def engine_arguments(
+    path: str, model: ModelSpec, options: VLLMOptions, context: ProcessContext, matrices: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return vLLM's arguments for the model at `path`, whose adapter may have `matrices`."""
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": model.dtype,
@@ -98,6 +101,8 @@ def engine_arguments(path: str, model: ModelSpec, options: VLLMOptions, context:
         arguments |= TAKING_TURNS
     if options.kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
+    if model.adapter is not None:
+        arguments |= adapter_arguments(model.adapter, matrices)
     return arguments | options.native
 
 

@@ -9,6 +9,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import WeightState, WeightSyncError
 from enginehouse.weights.reports import Reports
 from enginehouse.weights.staging import StagedWeights, Version
+from enginehouse_vllm.served_adapter import adapter_settings
 
 if TYPE_CHECKING:
     from vllm import AsyncLLMEngine
@@ -37,6 +38,9 @@ class VLLMWeights(StagedWeights):
 
     async def _switch(self, llm: AsyncLLMEngine, staged: Version) -> None:
         """Load a version. If that fails, load the served version again."""
+        if self.adapter is not None:
+            await self._switch_adapter(llm, staged)
+            return
         await self._start(llm)
         try:
             await self._step(llm, "check", staged.source())
@@ -55,6 +59,44 @@ class VLLMWeights(StagedWeights):
                 lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
             raise
+
+    async def _switch_adapter(self, llm: AsyncLLMEngine, staged: Version) -> None:
+        """Load an adapter. If that fails, load the served adapter again."""
+        await self._step_adapter(llm, "check", staged.source()["parameters"])
+        try:
+            await self._load_adapter(llm, staged.number, staged)
+        except WeightSyncError as error:
+            log.error("%s; loading version %d again", error, self.version)
+            try:
+                await self._load_adapter(llm, self.version, self.served)
+            except WeightSyncError as worse:
+                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
+                raise self.lose(lost, error) from worse
+            raise
+
+    async def _load_adapter(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
+        """Load an adapter; without one, remove the adapter."""
+        assert self.adapter is not None
+        if staged is None:
+            await self.clear_adapter(llm)
+        else:
+            parameters = staged.source()["parameters"]
+            staged.note_read(await self._step_adapter(llm, "load", parameters, adapter_settings(self.adapter)))
+        await self._begin_version(llm, version)
+
+    async def clear_adapter(self, llm: AsyncLLMEngine) -> None:
+        """Have vLLM serve an adapter that changes nothing. Call it before the first request."""
+        await self._step_adapter(llm, "clear")
+
+    async def _step_adapter(self, llm: AsyncLLMEngine, step: str, *arguments: Any) -> list[Any]:
+        """Have each of vLLM's processes check, load or clear the adapter, and return what it reports."""
+        if self._reports is None:
+            self._reports = Reports(llm.vllm_config.parallel_config.world_size, "vllm")
+        doing = f"{step} the adapter"
+        sent = (self._reports.path, *arguments)
+        self._reports.clear()
+        await self._ask(llm.collective_rpc(f"enginehouse_{step}_adapter", args=sent), doing)
+        return self._reports.check(self._where, doing)
 
     async def _start(self, llm: AsyncLLMEngine) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -75,7 +117,7 @@ class VLLMWeights(StagedWeights):
         self._board.check(self._where, doing)
 
     async def _load(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
-        """Load the checked version, and drop everything that was computed from older weights, unless it is kept.
+        """Load the checked version.
 
         Args:
             staged: the version, to be told what was read back of it; None if the model's directory is loaded.
@@ -89,6 +131,11 @@ class VLLMWeights(StagedWeights):
         reports = self._board.check(self._where, doing)
         if staged is not None:
             staged.note_read(reports)
+        await self._begin_version(llm, version)
+
+    async def _begin_version(self, llm: AsyncLLMEngine, version: int) -> None:
+        """Give vLLM the version's number, and drop everything that was computed from older weights, unless it is
+        kept."""
         await self._ask(llm.update_weight_version(str(version)), "take the new version's number")
         if self.keeps_cache:
             return
