@@ -20,6 +20,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.weights.staging import Version
 from enginehouse_sglang.engine import SGLangRollout
 from enginehouse_sglang.options import SGLangOptions
+from enginehouse_testing.models import ADAPTER, stored_adapter
 
 SMALL = {"kv_cache_mib": 64, "max_running": 64}
 PROMPT = [5, 6, 7]
@@ -35,7 +36,8 @@ class SGLangReplica(Worker):
     async def launch(self, path: str, options: dict[str, Any]) -> str:
         """Launch it; returns the engine's name and version."""
         checked = SGLangOptions(**{**SMALL, **options})
-        return (await self.engine.launch(ModelSpec(path), checked, self.context)).engine
+        spec = ModelSpec(path, adapter=ADAPTER if stored_adapter(path) else None)
+        return (await self.engine.launch(spec, checked, self.context)).engine
 
     @register
     async def launch_with_faults(self, path: str, options: dict[str, Any]) -> str:
@@ -108,7 +110,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 async def update(engine: SGLangRollout, path: str, version: int, fault: str = "") -> tuple[str, str]:
     """Serve another model's weights; with a fault, SGLang is told so of where they are. What was raised."""
-    weights = load_file(f"{path}/model.safetensors")
+    weights = stored_adapter(path) or load_file(f"{path}/model.safetensors")
     metas = [ParamMeta(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
     await engine.pause("wait")
     await engine.start_weight_update(WeightUpdate(version, metas))

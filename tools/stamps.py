@@ -17,6 +17,8 @@ ENGINES = (
 LOOP = ("plugins/rl/src/enginehouse_rl", "core/src/enginehouse/controller", "plugins/torch/src")
 MEASURES = {
     "docs/compatibility.json": ENGINES,
+    "benchmarks/results/adapter_update.json": ENGINES,
+    "benchmarks/results/adapter_update_sglang.json": ENGINES,
     "benchmarks/results/dispatch.json": ("core/src/enginehouse/controller", "core/src/enginehouse/data"),
     "benchmarks/results/episodes.json": ("plugins/rl/src/enginehouse_rl", "plugins/environments/src"),
     "benchmarks/results/games.json": ("plugins/rl/src/enginehouse_rl", "plugins/environments/src"),

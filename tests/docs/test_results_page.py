@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "| enginehouse, `torch` for both engines |", "docs/results.md": "| enginehouse |"}
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text())
 ENGINES = json.loads((ROOT / "benchmarks" / "results" / "learning_engines.json").read_text())
+PARITY = json.loads((ROOT / "benchmarks" / "results" / "parity_bfloat16.json").read_text())
 TRAIN, ROLLOUT = ("torch", "fsdp", "megatron"), ("torch", "vllm", "sglang")
 
 
@@ -60,3 +61,11 @@ def test_what_is_said_of_the_pairs_of_engines_is_in_the_kept_result(rollout):
     for curve in others:
         differences = {step: (a - b) * 64 for step, (a, b) in enumerate(zip(torch, curve, strict=True), 1) if a != b}
         assert differences == ({9: 1.0} if rollout == "torch" else {})
+
+
+@pytest.mark.parametrize("rollout", ROLLOUT)
+def test_what_bfloat16_changes_is_in_the_kept_result(rollout):
+    pairs = [PARITY["pairs"][f"{rollout} {train}"] for train in TRAIN]
+    assert cells("docs/results.md", f"| from `{rollout}` |") == [
+        f"{pair['mean']:.3f}, {pair['kl']:.4f}" for pair in pairs
+    ]

@@ -52,3 +52,24 @@ def test_the_base_of_the_adapters_is_the_reference_that_a_second_model_would_be(
     assert base == copy
     assert base[2]["kl"] > base[0]["kl"]
     assert ["reference" in run.record["roles"] for run in runs] == [False, True]
+
+
+def test_an_update_of_the_adapter_alone_brings_what_merged_weights_bring(train: Start):
+    short = (
+        "reward.function=rewards:varied",
+        "train.steps=3",
+        "actor.engine.backend=fsdp",
+        "actor.processes=2",
+        "actor.engine.options={lr: 3.0e-3, lora: {rank: 4}}",
+        "rollout.engine.backend=vllm",
+        "rollout.engine.options.kv_cache_mib=64",
+    )
+    runs = [train(*short, f"weights.adapter={how}") for how in ("alone", "merged")]
+    for run in runs:
+        run.finished()
+    alone, merged = ([line["weights/mib"] for line in run.metrics] for run in runs)
+    assert alone[-1] < 0.3 * merged[-1]
+    assert max(line["mismatch/absolute_mean"] for line in runs[0].metrics) <= 1e-4
+    for lines in zip(*(run.metrics for run in runs), strict=True):
+        first, second = ([line[name] for name in ("reward/mean", "grad_norm")] for line in lines)
+        assert first == pytest.approx(second, rel=1e-3)

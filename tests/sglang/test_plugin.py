@@ -42,10 +42,10 @@ def test_sglang_is_told_whether_the_code_of_a_model_is_run(trusts):
     assert told["trust_remote_code"] is trusts
 
 
-def test_of_sglang_is_imported_what_stands_in_for_a_gpu_what_hides_keys_and_where_an_update_ends():
+def test_of_sglang_is_imported_what_stands_in_for_a_gpu_what_hides_keys_adapters_and_where_an_update_ends():
     found = set()
     for source in SOURCES.rglob("*.py"):
-        if FOR_CPU in source.parents:
+        if FOR_CPU in source.parents or source.name == "adapter_loader.py":
             continue
         for node in ast.walk(ast.parse(source.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -79,11 +79,11 @@ def test_memory_of_a_gpu_can_be_freed_where_others_have_it_in_turns():
 
 
 def test_native_arguments_are_those_of_the_command_line():
-    native = {"schedule_policy": "lpm", "disable_radix_cache": True, "enable_lora": False}
+    native = {"schedule_policy": "lpm", "disable_radix_cache": True, "enable_metrics": False}
     words = format_arguments(arguments(native=native))
     assert words[words.index("--schedule-policy") + 1] == "lpm"
     assert "--disable-radix-cache" in words
-    assert "--enable-lora" not in words
+    assert "--enable-metrics" not in words
 
 
 def test_a_key_that_begins_with_a_dash_is_no_argument_of_its_own():

@@ -47,12 +47,15 @@ class PendingCompletion:
         """Id by which SGLang knows the newest row."""
         return f"{self.rid}-{self.rows}"
 
-    def build_row(self, sampling: SamplingParams, ends: frozenset[int], labels: Labels, served: int) -> dict[str, Any]:
+    def build_row(
+        self, sampling: SamplingParams, ends: frozenset[int], labels: Labels, served: int, adapter: str | None
+    ) -> dict[str, Any]:
         """Build the row that asks SGLang for the missing tokens.
 
         Args:
             ends: Tokens that end the completion.
             served: Weight version. The row uses only cached keys and values of rows that were sent at this version.
+            adapter: SGLang's name for the adapter of the row; None: no adapter.
         """
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - len(self.tokens),
@@ -69,13 +72,14 @@ class PendingCompletion:
         self.rows += 1
         self.cached = served if self.cached is None else self.cached
         scores_prompt = sampling.prompt_logprobs and self.prompt_logprobs is None
-        return {
+        row = {
             "rid": self.row_id,
             "input_ids": self.prompt + self.tokens,
             "sampling_params": parameters,
             "logprob_start_len": 0 if scores_prompt else -1,
             "extra_key": labels.label(served),
         }
+        return row if adapter is None else row | {"lora_path": adapter}
 
     def take(
         self, answer: Mapping[str, Any], sampling: SamplingParams, ends: frozenset[int], labels: Labels, served: int

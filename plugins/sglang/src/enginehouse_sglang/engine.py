@@ -18,12 +18,14 @@ from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
+from enginehouse.weights.form import adapted_layers
 from enginehouse_sglang.attaching import attach
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.on_cpu.torchvision import declare_operators
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import SGLangFailed
 from enginehouse_sglang.request_queue import RequestQueue
+from enginehouse_sglang.served_adapter import ADAPTER, adapter_arguments, adapter_settings, check_layers
 from enginehouse_sglang.server import SGLangServer
 from enginehouse_sglang.starting import CONTEXT_MARGIN, server_arguments, start_server
 from enginehouse_sglang.weight_updates import SGLangWeights
@@ -69,6 +71,7 @@ class SGLangRollout:
         """
         self._where = str(context)
         config = self._read_config(model, options)
+        options.refuse_adapter(model, context.device)
         labels = Labels(self._where)
         self._plain = PlainPath(model.path)
         spec = replace(model, path=self._plain.path)
@@ -85,8 +88,15 @@ class SGLangRollout:
             else:
                 arguments = server_arguments(spec, config, options, context, self._has_tokenizer)
                 arguments["weight_version"] = labels.label(0)
+                layers: Sequence[str] = ()
+                if model.adapter is not None:
+                    check_layers(layers := adapted_layers(model.adapter, self._weights.parameters))
+                    arguments |= adapter_arguments(model.adapter, layers, context.device)
                 self._server = await start_server(arguments, options, context)
                 settings = await self.server.settings()
+                if model.adapter is not None:
+                    self._weights.adapter_settings = adapter_settings(model.adapter, layers)
+                    await self.server.add_adapter(ADAPTER, self._weights.adapter_settings, options.tensor_parallel)
             self._ranks = int(settings.get("tp_size") or 1)
             self._max_model_tokens = await self.server.context() - CONTEXT_MARGIN
             if options.max_model_tokens is not None:

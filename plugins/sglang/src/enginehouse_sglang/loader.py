@@ -9,11 +9,11 @@ then packs parameters for some kernels.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -22,6 +22,7 @@ from enginehouse.errors import listed
 from enginehouse.weights.read_back import ReadBack, ReadRegions
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
+from enginehouse_sglang.adapter_loader import replace_adapter
 
 MARKS = 4096
 """Maximum number of elements of a parameter that `find_unfilled` marks with NaN. There are several for each tensor that
@@ -40,15 +41,18 @@ LOADER = f"{__name__}.load"
 """SGLang's name for `load`, as `--custom-weight-loader` and as `load_format`."""
 
 
-def build_order(source: dict[str, Any], reports: str, reads_back: bool = True) -> list[tuple[str, torch.Tensor]]:
+def build_order(
+    source: dict[str, Any], reports: str, reads_back: bool = True, adapter: Mapping[str, Any] | None = None
+) -> list[tuple[str, torch.Tensor]]:
     """Return the message that is sent to SGLang instead of tensors.
 
     Args:
         source: `Version.source`, or `{"directory": PATH}`.
         reports: Path of the `Reports`.
         reads_back: True to compare the model with the version after the load.
+        adapter: `adapter_settings`, if the version is an adapter.
     """
-    text = json.dumps({**source, "reports": reports, "reads_back": reads_back}).encode()
+    text = json.dumps({**source, "reports": reports, "reads_back": reads_back, "adapter": adapter}).encode()
     return [("enginehouse", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
 
 
@@ -61,11 +65,16 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     reporter.run(lambda: _load(model, order, reporter))
 
 
-def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> None:
+def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> list[ReadRegions] | None:
     source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
     source.check()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a pause in place leaves the last pass running
+    if order["adapter"]:
+        read = replace_adapter(model, source, order["adapter"])
+        source.close()
+        ADAPTED.add(model)
+        return read
     read_back = READ_BACKS.setdefault(model, ReadBack())
 
     def fill() -> None:
@@ -76,6 +85,7 @@ def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> None:
     if missing:
         raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)
     LOADED[model] = Loaded(read_back, source, reporter, order["reads_back"])
+    return None
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,9 @@ class Loaded:
 LOADED: WeakKeyDictionary[torch.nn.Module, Loaded] = WeakKeyDictionary()
 """By model, from the load to the end of the update."""
 
+ADAPTED: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose adapter alone was replaced, until the end of the update."""
+
 
 @cache
 def _compare_after_processing() -> None:
@@ -107,6 +120,8 @@ def _compare_after_processing() -> None:
 
     def process_and_compare(model: torch.nn.Module, target_device: torch.device) -> None:
         loaded = LOADED.pop(model, None)
+        if model in ADAPTED:
+            return ADAPTED.discard(model)  # its other weights are packed already
         if loaded is None:
             return process(model, target_device)
         with loaded.read_back.watch():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, server_memory
 from enginehouse.engines.model import Device
-from enginehouse.engines.options import SplitRolloutOptions, check_native
+from enginehouse.engines.options import LoraOptions, SplitRolloutOptions, check_native, has_experts
 from enginehouse.errors import ConfigError
+from enginehouse_sglang.served_adapter import check_layers
 
 OURS = {
     "model": "use model.path",
@@ -41,6 +42,15 @@ OURS = {
     "skip_tokenizer_init": "the tokenizer is loaded if the model has one",
     "custom_weight_loader": "weights come by the run's transport",
     "weight_version": "the run counts the versions",
+    "enable_lora": "use weights.adapter",
+    "max_lora_rank": "use lora.rank of the actor",
+    "lora_target_modules": "use lora.targets of the actor",
+    "lora_paths": "the adapter comes by the run's transport",
+    "max_loras_per_batch": "a replica serves one adapter",
+    "lora_backend": "it depends on the device",
+    "enable_lora_overlap_loading": "the adapter comes by the run's transport",
+    "max_loaded_loras": "a replica serves one adapter",
+    "tokenizer_worker_num": "one process names the adapter in requests",
     "speculative_algorithm": "speculative decoding has other logprobs and seeds than the backend promises",
 }
 """Arguments of SGLang's server that this backend sets itself, each with the setting to use instead, or the reason why
@@ -98,6 +108,16 @@ class SGLangOptions(SplitRolloutOptions):
                 f"endpoint must have one URL for each replica, but has {urls} for {processes} replica(s): change the "
                 f"URLs, or start {urls} {replicas}"
             )
+
+    def check_adapter(self, adapter: LoraOptions, config: Mapping[str, Any], device: Device, dtype: str) -> None:
+        if self.endpoint:
+            raise ConfigError("servers that run already get whole weights (endpoint)")
+        if has_experts(config):
+            raise ConfigError("adapters of a mixture of experts have not been tried in sglang")
+        if "quantization" in self.native:
+            raise ConfigError("sglang would quantize its weights again at each update (native.quantization)")
+        if adapter.targets != "all-linear":
+            check_layers(target.rpartition(".")[2] for target in adapter.targets)
 
     def servers(self) -> Sequence[str]:
         return self.endpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import (
+    ADAPTER_UPDATES,
     EXPERTS,
     OPENAI_ENDPOINT,
     PAUSE_KEEP,
@@ -27,6 +28,7 @@ def enginehouse_register_backends(register):
             engine="enginehouse_sglang.engine:SGLangRollout",
             options="enginehouse_sglang.options:SGLangOptions",
             capabilities={
+                ADAPTER_UPDATES,
                 EXPERTS,
                 OPENAI_ENDPOINT,
                 PAUSE_KEEP,

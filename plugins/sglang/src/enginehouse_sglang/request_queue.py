@@ -16,6 +16,7 @@ from enginehouse_sglang.batch_gate import BatchGate, Kind, classify
 from enginehouse_sglang.completions import PendingCompletion, join_completions, split_request
 from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
+from enginehouse_sglang.served_adapter import ADAPTER
 from enginehouse_sglang.server import SGLangServer
 from enginehouse_sglang.weight_updates import SGLangWeights
 
@@ -175,7 +176,8 @@ class RequestQueue:
                         completion.end("abort", self._weights.version)
                 missing = [completion for completion in missing if not completion.aborted]
                 served = self._weights.version
-                rows = [completion.build_row(sampling, ends, self._labels, served) for completion in missing]
+                adapter = None if self._weights.adapter is None else ADAPTER
+                rows = [completion.build_row(sampling, ends, self._labels, served, adapter) for completion in missing]
                 answers = await self._server().generate(rows) if rows else []
             served = self._weights.version
             missing = [

@@ -20,6 +20,13 @@ SECRET_SETTINGS = frozenset({*KEYS, "launch_command"})
 
 if on_cpu.is_cpu(sys.argv[1:]):
     on_cpu.adapt()
+if "--enable-lora" in sys.argv:  # imports torch, which must see what was adapted
+    from enginehouse_sglang import adapter_loader
+    from enginehouse_sglang.on_cpu import adapters
+
+    adapter_loader.install()
+    if on_cpu.is_cpu(sys.argv[1:]):
+        adapters.install()
 
 
 def _hide_keys() -> None:

@@ -113,6 +113,17 @@ class SGLangServer:
         """Take released memory back. Must not be called if it was not released: the server would crash."""
         await self._control("/resume_memory_occupation", tags=list(parts))
 
+    async def add_adapter(self, name: str, settings: Mapping[str, Any], ranks: int) -> None:
+        """Add an adapter that changes nothing."""
+        nothing = base64.b64encode(pickle.dumps({}, protocol=4)).decode()
+        await self._control(
+            "/load_lora_adapter_from_tensors",
+            lora_name=name,
+            config_dict=dict(settings),
+            serialized_named_tensors=[nothing] * ranks,
+            pinned=True,
+        )
+
     async def begin_update(self) -> None:
         """Tell the server to expect new weights."""
         await self._control("/begin_weight_update")

@@ -8,7 +8,7 @@ gets the bytes. In both cases this worker keeps the served version, and has it l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +37,7 @@ class SGLangWeights(StagedWeights):
     Attributes:
         keeps_cache: True if running rows keep their keys and values at the next switch. Later rows do not find these,
             because they name another version as their `extra_key`.
+        adapter_settings: settings of the adapter, as SGLang reads them, if updates bring one.
     """
 
     def __init__(self, spec: ModelSpec, where: str, labels: Labels, reads_back: bool = True):
@@ -44,6 +45,7 @@ class SGLangWeights(StagedWeights):
         self._labels = labels
         self._reads_back = reads_back
         self.keeps_cache = False
+        self.adapter_settings: Mapping[str, Any] | None = None
         self._reports: Reports | None = None
 
     async def state(self, server: SGLangServer) -> WeightState:
@@ -98,28 +100,33 @@ class SGLangWeights(StagedWeights):
         Raises:
             WeightSyncError: The version was not loaded, or only in part.
         """
+        read: list[Any] = []
         try:
             await server.begin_update()
             try:
                 if server.process is not None:
-                    await self._order(server, ranks, source, version)
+                    read = await self._order(server, ranks, source, version)
                 else:
                     await _send(server, ranks, source, self._labels.label(version), self.keeps_cache)
             finally:
                 await server.end_update()
             if self._reports is not None and staged is not None:
-                staged.note_read(self._reports.check(self._where, f"read back weight version {version}"))
+                if self.adapter is None:
+                    read = self._reports.check(self._where, f"read back weight version {version}")
+                staged.note_read(read)
         except (HTTPStatusError, OSError) as error:
             raise WeightSyncError(f"{self._where}: sglang could not load weight version {version}: {error}") from error
 
-    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> list[Any]:
+        """Have each process load a version from this host's memory, and return what it reports."""
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        order = build_order(source, self._reports.path, self._reads_back)
+        order = build_order(source, self._reports.path, self._reads_back, self.adapter_settings)
         await server.load(order, ranks, LOADER, self._labels.label(version), self.keeps_cache)
-        self._reports.check(self._where, f"load weight version {version}")
+        reports = self._reports.check(self._where, f"load weight version {version}")
         self._reports.clear()  # for the report at the end of the update
+        return reports
 
 
 async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str, keeps_cache: bool) -> None:

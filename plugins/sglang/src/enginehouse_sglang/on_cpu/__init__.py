@@ -9,6 +9,7 @@ Each module is needed only until SGLang or the package index provides what it re
 * `triton.py` stands in for triton, until SGLang imports triton only where it is used.
 * `sgl_kernel.py` stands in for sgl-kernel, until the package index has a build of sgl-kernel for CPUs.
 * `torchvision.py` declares operators of torchvision, until the wheel of torchvision loads beside a torch for CPUs.
+* `adapters.py` lets SGLang add adapters, until it pins memory only where there is a GPU.
 * `seeds.py` lets a request's seed take effect, until SGLang accepts `torch_native` for deterministic inference.
 * `sleeping.py` frees the memory that SGLang releases, until SGLang itself frees it on a CPU.
 """
