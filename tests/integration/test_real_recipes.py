@@ -49,7 +49,8 @@ def test_pairs_are_judged_against_the_model_that_a_run_begins_from():
     warm = "actor.engine.options.warmup_steps=0"
     first, second = run_shortly("real/dpo", 2, untrained, warm, "train.rows_per_step=4")
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert second["loss"] < first["loss"]
+    # A reference that followed the actor would give the same again. The rows are others, so the loss may also rise.
+    assert abs(second["loss"] - first["loss"]) > 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["real/lora", "real/ppo", "real/agent"])
