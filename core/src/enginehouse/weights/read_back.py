@@ -55,6 +55,11 @@ class Region:
     def of(cls, tensor: torch.Tensor) -> Region:
         return cls(tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
+    @classmethod
+    def of_part(cls, part: torch.Tensor, whole: torch.Tensor) -> Region:
+        """Return where `part`, a view of `whole`, is in it. `offset` counts from the first element of `whole`."""
+        return cls(tuple(part.size()), tuple(part.stride()), int(part.storage_offset() - whole.storage_offset()))
+
     @property
     def count(self) -> int:
         return torch.Size(self.size).numel()

@@ -269,24 +269,18 @@ class AdapterWeights:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each whole matrix on every rank; collective."""
-        for name, tensor in gather_adapters(self._matrices).items():
-            yield name, tensor.to(self._dtype)
+        by_rows: dict[int, list[str]] = {}  # matrices that one collective gathers
+        for name, tensor in self._matrices.items():
+            by_rows.setdefault(tensor.shape[0], []).append(name)
+        whole: dict[str, torch.Tensor] = {}
+        for names in by_rows.values():
+            whole |= zip(names, _gather_columns([self._matrices[name] for name in names]), strict=True)
+        for name in self._matrices:
+            yield _name_in_file(name), whole[name].to(self._dtype)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same as `iter_full`, because adapters are small."""
         return self.iter_full()
-
-
-def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return every A and B of a model's state, whole, under the names of a `peft` file; collective."""
-    matrices = {name: tensor for name, tensor in state.items() if name.endswith((DOWN, UP))}
-    by_rows: dict[int, list[str]] = {}  # matrices that one collective gathers
-    for name, tensor in matrices.items():
-        by_rows.setdefault(tensor.shape[0], []).append(name)
-    whole: dict[str, torch.Tensor] = {}
-    for names in by_rows.values():
-        whole |= zip(names, _gather_columns([matrices[name] for name in names]), strict=True)
-    return {_name_in_file(name): whole[name] for name in matrices}
 
 
 def _name_in_file(name: str) -> str:
@@ -296,7 +290,7 @@ def _name_in_file(name: str) -> str:
 def write_adapter(
     directory: Path, model: PreTrainedModel, lora: LoraOptions, base: str, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json` of the `weights` that `gather_adapters` returned."""
+    """Write `adapter_model.safetensors` and `adapter_config.json` of the `weights` of `AdapterWeights`."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -271,7 +271,7 @@ class FSDPEngine:
                 + ("the option lora is unset" if lora is None else "a value head needs a whole model; use export_hf")
             )
         self._offloading.need("params", to="export the adapter")
-        weights = adapters.gather_adapters(unique_state(self._model, self._stored))
+        weights = dict(adapters.AdapterWeights(unique_state(self._model, self._stored), torch.float32).iter_full())
         self._ranks.on_rank_zero(
             lambda: adapters.write_adapter(Path(path), self._model, lora, self._spec.path, weights)
         )

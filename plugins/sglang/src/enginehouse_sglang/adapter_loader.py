@@ -8,7 +8,7 @@ module uses SGLang's LoRA manager directly, as of the versions that the plugin a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -145,6 +145,7 @@ def _output_sizes(layer: Any) -> tuple[int, ...]:
 
 
 def read_back(manager: Any, adapter_id: str, source: StagedSource) -> list[ReadRegions]:
+    """Compare the matrices that SGLang computes with with the staged matrices; see `ReadBack.compare`."""
     read, wrong = [], []
     for (name, staged), total in zip(source, source.sums, strict=True):
         regions = []
@@ -153,8 +154,7 @@ def read_back(manager: Any, adapter_id: str, source: StagedSource) -> list[ReadR
             equal = held.shape == part.shape and held.dtype == part.dtype
             if not equal or not torch.equal(held.cpu().contiguous().view(bits), part.contiguous().view(bits)):
                 wrong.append(name)
-            region = Region.of(part)
-            regions.append(astuple(replace(region, offset=region.offset - int(staged.storage_offset()))))
+            regions.append(astuple(Region.of_part(part, staged)))
         read.append((total, regions))
     if wrong:
         raise WeightSyncError(f"sglang does not hold {listed(wrong)} as sent", wrong)

@@ -9,7 +9,7 @@ allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ def _replace(worker_manager: Any, source: Iterable[tuple[str, torch.Tensor]], he
 
 
 def read_back(manager: Any, source: StagedSource, helper: PEFTHelper) -> list[ReadRegions]:
+    """Compare the matrices that vLLM computes with with the staged matrices; see `ReadBack.compare`."""
     read, wrong = [], []
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     for (name, staged), total in zip(source, source.sums, strict=True):
@@ -122,8 +123,7 @@ def read_back(manager: Any, source: StagedSource, helper: PEFTHelper) -> list[Re
         )
         if not fits or held[rows:].count_nonzero() or held[:, columns:].count_nonzero():
             wrong.append(name)
-        region = Region.of(part)
-        read.append((total, [astuple(replace(region, offset=region.offset - int(staged.storage_offset())))]))
+        read.append((total, [astuple(Region.of_part(part, staged))]))
     if wrong:
         raise WeightSyncError(f"vllm does not hold {listed(wrong)} as sent", wrong)
     return read
