@@ -169,3 +169,25 @@ async def test_an_engine_that_runs_unverified_weights_is_paused_for_the_next_swi
     assert given.engine.calls == ["start", "pause keep", "finish", "resume"]
     given.receiver.serve(2)
     assert given.receiver.serving.is_set()
+
+
+class Slow(Keeping):
+    """An engine that takes each chunk nearly until the deadline, by the clock of its loop."""
+
+    async def update_weights(self, chunk):
+        await super().update_weights(chunk)
+        loop, seconds = asyncio.get_running_loop(), 27.0
+        now = loop.time
+        loop.time = lambda: now() + seconds
+
+
+async def test_a_transfer_may_take_longer_than_its_deadline_while_chunks_arrive():
+    tensors = {name: torch.arange(5.0) for name in "abcd"}
+    metas = tuple(ParamMeta(name, "float32", (5,)) for name in tensors)
+    buckets = tuple((index,) for index in range(len(metas)))
+    with ThreadPoolExecutor(1) as thread:
+        receiver = WeightReceiver(Slow(), "here", thread)
+        session = Delivering(*(WeightChunk([item]) for item in tensors.items()))
+        receiver.connect(TransferPlan("any", metas, buckets, 64, 1, "session"), session)
+        sums = await receiver.receive(1, 30.0, "wait")
+    assert sums.parameters.keys() == tensors.keys()

@@ -87,7 +87,7 @@ class WorkerGroup:
         self._owners = owners
         owners.append(self)
         for method, spec in self._specs.items():
-            invoke = functools.partial(self._invoke, method, spec, None, spec.timeout, spec.blocking)
+            invoke = functools.partial(self._invoke, method, spec, None, spec.timeout, spec.blocking, None)
             setattr(self, method, functools.update_wrapper(invoke, getattr(self._cls, method), updated=()))
 
     @property
@@ -128,14 +128,22 @@ class WorkerGroup:
         return self._processes.meshes(self.name, refresh=True)
 
     def call(
-        self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        blocking: bool | None = None,
+        patient: bool | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Call a registered method with a deadline or a `blocking` that differs from its registration.
 
         Args:
             timeout: deadline in seconds.
             blocking: False returns a `Future`.
-            kwargs: keyword arguments of the method, except arguments named `timeout` or `blocking`.
+            patient: True if the deadline is counted from the moment when any rank last made progress. The default is
+                True without a `timeout`, and else False.
+            kwargs: keyword arguments of the method, except arguments of the names above.
 
         Raises:
             AttributeError: there is no such registered method.
@@ -148,21 +156,21 @@ class WorkerGroup:
             )
         timeout = spec.timeout if timeout is None else timeout
         blocking = spec.blocking if blocking is None else blocking
-        return self._invoke(method, spec, None, timeout, blocking, *args, **kwargs)
+        return self._invoke(method, spec, None, timeout, blocking, patient, *args, **kwargs)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method of the workers on every rank with the same arguments, and return one result per rank."""
-        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, *args, **kwargs)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, None, *args, **kwargs)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, *args, **kwargs)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, None, *args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method of the workers on rank 0."""
-        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, *args, **kwargs)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, None, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, *args, **kwargs)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, None, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method of the workers on one rank.
@@ -173,10 +181,10 @@ class WorkerGroup:
         Raises:
             DispatchError: there is no such rank.
         """
-        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, *args, **kwargs)
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, None, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, *args, **kwargs)
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, None, *args, **kwargs)
 
     def _rank_mode(self, rank: int, method: str) -> Mode:
         if not 0 <= rank < self.world_size:
@@ -203,13 +211,14 @@ class WorkerGroup:
         mode: Mode | None,
         timeout: float | None,
         blocking: bool,
+        patient: bool | None,
         /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
-        patient = timeout is None
+        patient = timeout is None if patient is None else patient
         deadline = self._timeout if timeout is None else timeout
         if deadline <= 0:
             raise DispatchError(

@@ -83,6 +83,7 @@ class Members:
             timeout: deadline in seconds.
             leave_out_lost: return None for a lost member instead of raising. Even so, the call raises if all members
                 are lost.
+            kwargs: arguments of the method, and `patient` of `WorkerGroup.call`.
         """
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 

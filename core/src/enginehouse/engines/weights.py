@@ -337,7 +337,7 @@ class TransportSession(Protocol):
             version: larger than the version of any earlier update, complete or aborted.
             weights: pairs of name and tensor on any device: the part of the training engine's weights that
                 `enginehouse.weights.transports.ends.weights_for` chooses.
-            deadline_seconds: time limit for the whole update.
+            deadline_seconds: longest time without progress, such as a parameter that leaves.
 
         Returns:
             Checksum of each parameter before it left, or of each part if the plan sends parts (`part_name`). Empty on a
@@ -355,8 +355,11 @@ class TransportSession(Protocol):
 
         A chunk is a bucket of the plan. Requesting the next chunk tells the sender that the last one was taken.
 
+        Args:
+            deadline_seconds: longest time without a further chunk.
+
         Raises:
-            WeightSyncError: if not everything arrived in time, a bucket has another version or is out of order, or the
+            WeightSyncError: if a chunk did not arrive in time, a bucket has another version or is out of order, or the
                 update was aborted.
         """
         ...

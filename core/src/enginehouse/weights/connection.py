@@ -44,7 +44,8 @@ class WeightConnection:
 
     Args:
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
-        timeout: time limit of each stage of an update, in seconds.
+        timeout: time limit of each stage of an update, in seconds. For the transfer it is the longest time in which no
+            parameter leaves or arrives.
 
     Attributes:
         receivers: replicas of the current or the last connection.
@@ -120,9 +121,10 @@ class WeightConnection:
     def begin_transfer(self, version: int, pause: PauseMode) -> None:
         """Start to receive on the replicas, and to send on the trainer. A replica that must be paused handles its
         running requests as `pause` says."""
-        receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
+        receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause, patient=True)
         self.in_flight = (receiving,)
-        self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
+        sending = self.call_later(self.train, "send_weights", version, self.timeout, patient=True)
+        self.in_flight = (sending, receiving)
 
     def await_transfer(self) -> Mapping[str, str]:
         """Wait for the transfer, compare checksums, and return the checksum of each parameter."""
@@ -177,9 +179,13 @@ class WeightConnection:
                     silent = error
         return silent
 
-    def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call members without waiting. The default `timeout` is the time limit of a stage, plus `grace`."""
-        return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
+    def call_later(
+        self, members: Members, method: str, *args: Any, timeout: float | None = None, patient: bool = False
+    ) -> Future | Gathered:
+        """Call members without waiting. The default `timeout` is the time limit of a stage, plus `grace`; see
+        `WorkerGroup.call` for `patient`."""
+        seconds = self.timeout + self.grace if timeout is None else timeout
+        return members.call(method, *args, timeout=seconds, patient=patient)
 
     def call_remaining(self, method: str, *args: Any) -> Future | Gathered:
         """Call the receivers without waiting. The result of a lost replica is None."""

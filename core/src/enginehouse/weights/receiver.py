@@ -79,7 +79,7 @@ class WeightReceiver:
         paused first, and a loan needs a pause too, because the lent tensors are the new version already.
 
         Args:
-            deadline_seconds: time limit of this call, and of a pause at `commit`.
+            deadline_seconds: longest time without a further chunk, and time limit of a pause at `commit`.
             pause: treatment of running requests.
 
         Raises:
@@ -95,7 +95,8 @@ class WeightReceiver:
             pauses = plan.lends or not self._stages_while_generating
             chunks = session.recv(version, deadline_seconds)
             try:
-                return await asyncio.wait_for(self._take(chunks, version, plan, pauses), deadline_seconds)
+                async with asyncio.timeout(deadline_seconds) as limit:
+                    return await self._take(chunks, version, plan, pauses, limit)
             except BaseException as error:
                 session.abort(version)
                 await self._on_thread(getattr(chunks, "close", lambda: None))
@@ -107,7 +108,10 @@ class WeightReceiver:
                     ) from error
                 raise
 
-    async def _take(self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool) -> ArrivedSums:
+    async def _take(
+        self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pauses: bool, limit: asyncio.Timeout
+    ) -> ArrivedSums:
+        """Stage the chunks. Each of them restarts the `limit`, whose seconds are those of `receive`."""
         if pauses:
             await self._pause()
         await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))
@@ -128,6 +132,7 @@ class WeightReceiver:
 
         while (chunk := await self._on_thread(take)) is not None:
             await self._engine.update_weights(chunk)
+            limit.reschedule(asyncio.get_running_loop().time() + self._pausing[1])
         self._staged = WeightState(version, sums)
         return ArrivedSums(parameters=sums, sent=sent, generating=not pauses)
 

@@ -108,7 +108,7 @@ class WeightSync:
         rollout: replicas of workers with the methods of `RolloutWorker`.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
-        timeout: time limit of each stage of an update, in seconds.
+        timeout: time limit of each stage of an update, in seconds; for the transfer, without progress.
         effect_tolerance: largest accepted mean absolute difference between the logprobs of a replica and of the
             trainer, in nats.
         lends: True if no replica generates while the trainer trains, so that the trainer may lend its tensors to

@@ -238,3 +238,31 @@ def test_a_rank_that_does_not_send_only_exhausts_its_weights(transport):
         source = iter(weights.items())
         assert other.send(1, source, SECONDS) == {}
         assert next(source, None) is None
+
+
+class Clock:
+    """A clock that only a test moves; it stands in for `time` in the module of deadlines."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_an_update_may_take_longer_than_its_deadline_while_parameters_leave(transport, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("enginehouse.weights.transports.deadline.time", clock)
+    weights = random_weights(MODEL, 0)
+
+    def slowly():
+        for item in weights.items():
+            clock.now += 0.24 * SECONDS  # the sender is up to three parameters ahead
+            yield item
+
+    with Connection(transport, weights, bucket_bytes=1) as connection:
+        receiving = connection.start_receive(1)
+        sums = connection.sender.send(1, slowly(), SECONDS)
+        assert bytes_of(receiving[0].result()) == bytes_of(weights)
+    assert sums.keys() == weights.keys()
+    assert clock.now > 2 * SECONDS

@@ -174,7 +174,7 @@ class CollectiveReceiver(Receiver):
         self._noted = -1  # newest version whose end the sender has confirmed
         self._group: BroadcastGroup | None = None
         self._arriving: list[Future[None]] = []  # buckets of the newest update, arrived or not
-        self._limit = Deadline(0.0)  # of the newest update
+        self._limit = Deadline(0.0)  # of the newest update, from its last bucket
         channel, self._barrier.aborted = join(plan, index, 0)
         self._channel = channel
         channel.listen(
@@ -232,6 +232,7 @@ class CollectiveReceiver(Receiver):
             yield WeightChunk([(entry.name, view) for entry, view in view_bucket(self._plan, bucket, buffer)])
             with barrier.changed:
                 self._barrier.check_newest(version)
+                self._limit.restart()
                 self._take_part()
                 self._channel.send({"version": version, "taken": bucket + 1})
         with barrier.changed:  # wait for the sender's confirmation, so that no earlier abort is missed

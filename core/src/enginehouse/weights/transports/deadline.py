@@ -6,13 +6,17 @@ import time
 
 
 class Deadline:
-    """A common time limit for several waits, `seconds` from now."""
+    """A common time limit for several waits, `seconds` from now or from the last progress."""
 
     __slots__ = ("_end", "seconds")
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the seconds from now, because there was progress."""
+        self._end = time.monotonic() + self.seconds
 
     @property
     def left(self) -> float:

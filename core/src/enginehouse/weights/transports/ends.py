@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.weights import (
     ListeningSession,
     ParamMeta,
@@ -20,6 +21,8 @@ from enginehouse.weights.transports.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class BucketTransport:
@@ -51,7 +54,7 @@ class Sender(ABC):
         deadline = Deadline(deadline_seconds)
         with drain(weights) as source:
             try:
-                return self._send(version, source, deadline)
+                return self._send(version, _note_each(source, deadline), deadline)
             except BaseException:
                 self.abort(version)
                 raise
@@ -95,7 +98,7 @@ class Receiver(ABC):
         """Yield chunks; see `TransportSession`."""
         deadline = Deadline(deadline_seconds)
         try:
-            yield from self._recv(version, deadline)
+            yield from _note_each(self._recv(version, deadline), deadline)
         except BaseException:  # also GeneratorExit, if the caller stops early
             self.abort(version)
             raise
@@ -107,6 +110,14 @@ class Receiver(ABC):
     @abstractmethod
     def abort(self, version: int) -> None:
         """Abort an update; see `TransportSession`."""
+
+
+def _note_each(items: Iterator[T], deadline: Deadline) -> Iterator[T]:
+    """Yield the items of an update. Each request for the next item is progress, which restarts the deadline."""
+    for item in items:
+        yield item
+        note_progress()
+        deadline.restart()
 
 
 def address_of(session: TransportSession, host: str) -> str:

@@ -778,9 +778,9 @@ class ClusterConfig(Section):
     call_timeout_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="Longest time in seconds that a worker's call may go without progress (a micro-batch computed, a "
-        "token sampled), and that a whole weight update may take. The start of workers may take as long, or 300 s if "
-        "that is longer.",
+        description="Longest time in seconds that a worker's call may go without progress: a micro-batch computed, a "
+        "token sampled, a parameter of a weight update sent. The switch to new weights and the start of workers may "
+        "take as long, the start at least 300 s.",
     )
 
 
