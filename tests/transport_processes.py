@@ -7,17 +7,17 @@ and a copy of a process has none of them.
 import multiprocessing
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
-from transport_weights import MODEL, bytes_of, random_weights
+from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.parts import held_by, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.lookup import load_transport
-from enginehouse_transports.point_to_point import PointToPointTransport
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["pytest", "torch", "enginehouse_transports.point_to_point"])
@@ -111,7 +111,7 @@ class Source:
 
 def train(plan, rank, pipe):
     """A training rank: sends an update for each version it is told."""
-    session = PointToPointTransport().connect(plan, "send", rank)
+    session = connected(plan, "send", rank)
     pipe.send(address_of(session, "localhost"))
     while version := pipe.recv():
         try:
@@ -123,7 +123,7 @@ def train(plan, rank, pipe):
 
 def replica(plan, index, pipe):
     """A replica: answers with what arrived, and the checksums of the parts it came in."""
-    session = PointToPointTransport().connect(plan, "recv", index)
+    session = connected(plan, "recv", index)
     while version := pipe.recv():
         found, sums = {}, {}
         try:
@@ -136,3 +136,45 @@ def replica(plan, index, pipe):
         except WeightSyncError as error:
             pipe.send(error)
     session.close()
+
+
+def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]:
+    """`SHAPES` over pipeline stages of data-parallel groups of tensor-parallel ranks; the last also split twice."""
+    width = tensor * data
+    found = []
+    splits = ("S0", "S1", "R", "R", "R", "S1")
+    for number, (meta, split) in enumerate(zip(metadata(random_weights(SHAPES, 0)), splits, strict=True)):
+        first = number % pipeline * width
+        owners = tuple(range(first, first + width))
+        found.append(replace(meta, owners=owners, mesh_shape=(data, tensor), placements=("R", split)))
+    found.append(found[-1])
+    found[-1] = replace(found[-1], name="twice", owners=(0, 1, 2, 3), mesh_shape=(2, 2), placements=("S0", "S0"))
+    found.append(replace(found[-1], name="everywhere", owners=(), mesh_shape=(), placements=()))
+    return found
+
+
+@contextmanager
+def running(plan):
+    """Every rank and every replica in a process of its own: the pipes to them."""
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(started(train, plan, rank)) for rank in range(plan.senders)]
+        reached = plan.reached([pipe.recv() for _, pipe in ranks])
+        replicas = [stack.enter_context(started(replica, reached, index)) for index in range(plan.receivers)]
+        yield ranks, replicas
+
+
+def updated(ranks, replicas, version):
+    """What the replicas and the ranks say of an update."""
+    for _, pipe in [*ranks, *replicas]:
+        pipe.send(version)
+    return [pipe.recv() for _, pipe in replicas], [pipe.recv() for _, pipe in ranks]
+
+
+def assert_sums_agree(arrived, sent):
+    together = {}
+    for sums in sent:
+        assert all(together.get(name, value) == value for name, value in sums.items())
+        together |= sums
+    for _, sums in arrived:
+        assert sums.items() <= together.items()
+    assert set().union(*(sums for _, sums in arrived)) == set(together)

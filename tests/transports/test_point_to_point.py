@@ -4,7 +4,6 @@ import os
 import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,14 +11,15 @@ import torch
 from transport_processes import (
     FOREVER,
     SECONDS,
-    SHAPES,
     UPDATES,
     Source,
+    assert_sums_agree,
     part,
     receive_one_bucket,
-    replica,
+    running,
+    stages,
     started,
-    train,
+    updated,
     wholes,
 )
 from transport_weights import MODEL, bytes_of, metadata, random_weights
@@ -30,50 +30,8 @@ from enginehouse_transports import point_to_point, streams
 from enginehouse_transports.point_to_point import PointToPointTransport, plan_moves
 
 
-def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]:
-    """`SHAPES` over pipeline stages of data-parallel groups of tensor-parallel ranks; the last also split twice."""
-    width = tensor * data
-    found = []
-    splits = ("S0", "S1", "R", "R", "R", "S1")
-    for number, (meta, split) in enumerate(zip(metadata(random_weights(SHAPES, 0)), splits, strict=True)):
-        first = number % pipeline * width
-        owners = tuple(range(first, first + width))
-        found.append(replace(meta, owners=owners, mesh_shape=(data, tensor), placements=("R", split)))
-    found.append(found[-1])
-    found[-1] = replace(found[-1], name="twice", owners=(0, 1, 2, 3), mesh_shape=(2, 2), placements=("S0", "S0"))
-    found.append(replace(found[-1], name="everywhere", owners=(), mesh_shape=(), placements=()))
-    return found
-
-
 def planned(parameters, receivers, senders, targets=()):
     return PointToPointTransport().prepare(parameters, receivers, uuid.uuid4().hex, 512, senders, targets)
-
-
-@contextmanager
-def running(plan):
-    """Every rank and every replica in a process of its own: the pipes to them."""
-    with ExitStack() as stack:
-        ranks = [stack.enter_context(started(train, plan, rank)) for rank in range(plan.senders)]
-        reached = plan.reached([pipe.recv() for _, pipe in ranks])
-        replicas = [stack.enter_context(started(replica, reached, index)) for index in range(plan.receivers)]
-        yield ranks, replicas
-
-
-def updated(ranks, replicas, version):
-    """What the replicas and the ranks say of an update."""
-    for _, pipe in [*ranks, *replicas]:
-        pipe.send(version)
-    return [pipe.recv() for _, pipe in replicas], [pipe.recv() for _, pipe in ranks]
-
-
-def assert_sums_agree(arrived, sent):
-    together = {}
-    for sums in sent:
-        assert all(together.get(name, value) == value for name, value in sums.items())
-        together |= sums
-    for _, sums in arrived:
-        assert sums.items() <= together.items()
-    assert set().union(*(sums for _, sums in arrived)) == set(together)
 
 
 @pytest.mark.slow

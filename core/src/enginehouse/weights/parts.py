@@ -1,11 +1,11 @@
-"""Computes the part of a parameter that a rank holds, with the rule that `ParamMeta` describes."""
+"""Computes the parts of parameters that ranks hold, with the rule that `ParamMeta` describes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
 
 Region = tuple[tuple[int, int], ...]
 """A part of a tensor: for each dimension, the first index and the index after the last."""
@@ -64,3 +64,45 @@ def parts_of(parameters: Iterable[ParamMeta], rank: int) -> list[tuple[ParamMeta
     """Return the parameters that a rank owns, in order, each with its part."""
     parts = ((parameter, held_by(parameter, rank)) for parameter in parameters)
     return [(parameter, region) for parameter, region in parts if region is not None]
+
+
+def part_name(parameter: ParamMeta, region: Region) -> str:
+    """Return a part's name for checksums: the parameter's name, with the part's indices unless the part is whole."""
+    if shape_of(region) == parameter.shape:
+        return parameter.name
+    return f"{parameter.name}[{', '.join(f'{begin}:{end}' for begin, end in region)}]"
+
+
+class Layouts:
+    """Finds the ranks that hold a region, once for all parameters of one shape and placement."""
+
+    def __init__(self, ranks: int):
+        self._ranks = ranks
+        self._layouts: dict[tuple[object, ...], dict[Region, list[int]]] = {}
+
+    def holders(self, parameter: ParamMeta) -> Mapping[Region, Sequence[int]]:
+        """Return the ranks that hold each region of a parameter. Raises `WeightSyncError`; see `check_layout`."""
+        key = (parameter.shape, parameter.owners, parameter.mesh_shape, parameter.placements)
+        if key not in self._layouts:
+            check_layout(parameter, self._ranks)
+            layout: dict[Region, list[int]] = {}
+            for rank in parameter.owners or range(self._ranks):
+                region = held_by(parameter, rank)
+                assert region is not None  # an owner
+                layout.setdefault(region, []).append(rank)
+            self._layouts[key] = layout
+        return self._layouts[key]
+
+
+def share_parts(parameters: Iterable[ParamMeta], ranks: int) -> list[dict[Region, int]]:
+    """Return, for each parameter, the rank that sends each region. If several ranks hold a region, the rank that sends
+    the fewest bytes so far sends it. Raises `WeightSyncError`; see `check_layout`."""
+    layouts, sent = Layouts(ranks), [0] * ranks
+    shares = []
+    for parameter in parameters:
+        share = {}
+        for region, holders in layouts.holders(parameter).items():
+            share[region] = sender = min(holders, key=sent.__getitem__)
+            sent[sender] += math.prod(shape_of(region)) * DTYPE_BYTES[parameter.dtype]
+        shares.append(share)
+    return shares

@@ -19,12 +19,12 @@ from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSessio
 from enginehouse.weights.buckets import AHEAD, check_announced, plan_transfer, view_parameters
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import lay_out
-from enginehouse.weights.parts import Region, held_by, parts_of, shape_of
+from enginehouse.weights.parts import Region, held_by, part_name, parts_of, shape_of
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Rendezvous, join, join_stream
-from enginehouse_transports.resharding import Move, ReshardPlan, index_within, part_name, plan_reshard
+from enginehouse_transports.resharding import Move, ReshardPlan, index_within, plan_reshard
 from enginehouse_transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
-from enginehouse.weights.parts import Region, check_layout, held_by, shape_of
+from enginehouse.weights.parts import Layouts, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def plan_reshard(
             f"both sides must have the same parameters, but the senders have {len(sources)} and the receivers "
             f"{len(targets)}"
         )
-    holding, wanting = _Layouts(source_ranks), _Layouts(target_ranks)
+    holding, wanting = Layouts(source_ranks), Layouts(target_ranks)
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if (source.name, source.dtype, source.shape) != (target.name, target.dtype, target.shape):
             raise WeightSyncError(
@@ -112,27 +112,6 @@ def plan_reshard(
     return ReshardPlan(tuple(moves), needed)
 
 
-class _Layouts:
-    """Finds the ranks that hold a region, once for all parameters of one shape and placement."""
-
-    def __init__(self, ranks: int):
-        self._ranks = ranks
-        self._layouts: dict[tuple[object, ...], dict[Region, list[int]]] = {}
-
-    def holders(self, parameter: ParamMeta) -> dict[Region, list[int]]:
-        """Return the ranks that hold each region of a parameter."""
-        key = (parameter.shape, parameter.owners, parameter.mesh_shape, parameter.placements)
-        if key not in self._layouts:
-            check_layout(parameter, self._ranks)
-            layout: dict[Region, list[int]] = {}
-            for rank in parameter.owners or range(self._ranks):
-                region = held_by(parameter, rank)
-                assert region is not None  # an owner
-                layout.setdefault(region, []).append(rank)
-            self._layouts[key] = layout
-        return self._layouts[key]
-
-
 def overlap(first: Region, second: Region) -> Region:
     """Return the intersection of two parts of a tensor, with empty dimensions if there is none."""
     return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
@@ -146,10 +125,3 @@ def volume(region: Region) -> int:
 def index_within(region: Region, part: Region) -> tuple[slice, ...]:
     """Return a region of a whole parameter as an index of a tensor that holds only `part` of the parameter."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, part, strict=True))
-
-
-def part_name(parameter: ParamMeta, region: Region) -> str:
-    """Return a part's name for checksums: the parameter's name, with the part's indices unless the part is whole."""
-    if shape_of(region) == parameter.shape:
-        return parameter.name
-    return f"{parameter.name}[{', '.join(f'{begin}:{end}' for begin, end in region)}]"

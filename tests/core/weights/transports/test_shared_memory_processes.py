@@ -6,14 +6,27 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from transport_processes import SECONDS, UPDATES, receive_updates, send_half, started
+from transport_processes import (
+    SECONDS,
+    UPDATES,
+    Source,
+    assert_sums_agree,
+    receive_updates,
+    running,
+    send_half,
+    stages,
+    started,
+    updated,
+    wholes,
+)
 from transport_weights import MODEL, bytes_of, metadata, random_weights
 
-from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 from enginehouse.weights.transports.shared_segment import SharedSegment
@@ -56,6 +69,75 @@ def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_
         process.join(SECONDS)
         assert process.exitcode == -signal.SIGKILL
     assert not left_over(plan.session)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)], ids=["pp", "dp"])
+def test_each_rank_writes_parts_of_its_own_and_replicas_get_every_byte(layout):
+    plan = SharedMemoryTransport().prepare(stages(*layout), 2, uuid.uuid4().hex, 512, 4)
+    with running(plan) as (senders, replicas):
+        for version in range(1, UPDATES + 1):
+            arrived, sent = updated(senders, replicas, version)
+            assert [found for found, _ in arrived] == [bytes_of(wholes(version))] * 2
+            assert all(sent), "every rank takes part"
+            assert_sums_agree(arrived, sent)
+            assert sum(map(len, sent)) == len({name for sums in sent for name in sums}), "no part is written twice"
+            assert not left_over(plan.session)
+
+
+class FourRanks:
+    """Both ends of a connection, in threads of this process."""
+
+    def __init__(self):
+        self.plan = SharedMemoryTransport().prepare(stages(), 1, uuid.uuid4().hex, 512, 4)
+        self.ranks = [SharedMemoryTransport().connect(self.plan, "send", rank) for rank in range(4)]
+        self.receiver = SharedMemoryTransport().connect(self.plan, "recv", 0)
+        self.threads = ThreadPoolExecutor(4)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for end in [self.receiver, *self.ranks]:
+            end.close()
+        self.threads.shutdown()
+
+    def send(self, version, sent_by=lambda rank, weights: weights):
+        """Begin to send on every rank."""
+        weights = [sent_by(rank, Source(self.plan, rank, version).iter_local()) for rank in range(4)]
+        return [self.threads.submit(end.send, version, own, SECONDS) for end, own in zip(self.ranks, weights)]
+
+
+def test_a_rank_that_does_not_send_is_named():
+    with FourRanks() as connection:
+        sending = [
+            connection.threads.submit(
+                connection.ranks[rank].send, 1, Source(connection.plan, rank, 1).iter_local(), SECONDS
+            )
+            for rank in (0, 1, 3)
+        ]
+        with pytest.raises(WeightSyncError, match=r"bucket 1 of \d did not arrive from training rank 2 within 0\.5 s"):
+            list(connection.receiver.recv(1, 0.5))
+        assert all(isinstance(sent.exception(SECONDS), WeightUpdateAborted) for sent in sending)
+
+
+def test_an_update_after_a_failure_of_one_rank_brings_new_bytes_alone():
+    def break_off(rank, weights):
+        if rank == 3:
+            yield next(weights)
+            raise RuntimeError("no more weights")
+        yield from weights
+
+    with FourRanks() as connection:
+        for version in (1, 3):
+            sending = connection.send(version, break_off)
+            with pytest.raises(WeightUpdateAborted):
+                list(connection.receiver.recv(version, SECONDS))
+            assert all(sent.exception(SECONDS) for sent in sending)
+            sending = connection.send(version + 1)
+            chunks = connection.receiver.recv(version + 1, SECONDS)
+            arrived = {name: tensor.clone() for chunk in chunks for name, tensor in chunk.tensors}
+            assert bytes_of(arrived) == bytes_of(wholes(version + 1))
+            assert all(sent.result(SECONDS) for sent in sending)
 
 
 def test_a_sender_killed_before_anyone_attached_leaves_nothing():

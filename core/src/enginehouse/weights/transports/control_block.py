@@ -1,14 +1,17 @@
-"""Numbers in a small shared memory, through which the sender and the receivers of `shared_memory` communicate."""
+"""Numbers in a small shared memory, through which the senders and the receivers of `shared_memory` communicate."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from enginehouse.engines.weights import ALIGNMENT, TransferPlan, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.shared_segment import SharedSegment
+
+T = TypeVar("T")
 
 _WORD = 8
 _LINE = ALIGNMENT // _WORD  # words in a cache line
@@ -19,30 +22,26 @@ _LONGEST_NAP_SECONDS = 1e-3
 _NAP_SHARE = 1 / 32
 """Length of a nap as a fraction of the wait so far, so that a wait ends late by at most this fraction."""
 
-# The sender writes line 0. Each process writes to its own cache lines.
+# The first sender writes line 0. Each process writes to its own cache lines.
 BEGUN = 0, 0
 """Version of the newest update. Once it is set, buffers that nobody holds may be overwritten."""
 OPENED = 0, 1
 """Newest version for which the words below are valid."""
-FIRST = 0, 2
-"""Number of the update's first bucket, counted over all updates."""
-BUFFER = 0, 3
+BUFFER = 0, 2
 """Serial number of the update's buffer."""
-DESCRIPTOR = 0, 4
-"""The sender's file descriptor of that buffer."""
-WRITTEN = 0, 5
-"""Number of the last bucket written."""
-PROCESS = 0, 6
-"""The sender's process id."""
-CLOSED = 0, 7
-"""1 once the sender has died or closed."""
+DESCRIPTOR = 0, 3
+"""The first sender's file descriptor of that buffer."""
+PROCESS = 0, 4
+"""The first sender's process id."""
+CLOSED = 0, 5
+"""1 once the first sender has died or closed."""
 
 ABORTED = 1, 0
 """Updates up to this version fail. Both sides write line 1."""
 
-# Each receiver writes one further line
-ATTACHED, TAKEN = 0, 1
-"""1 once the receiver is attached, and the number of the last bucket that it took."""
+# Each receiver and then each sender writes one further line
+ATTACHED, DONE = 0, 1
+"""1 once the process is attached, and the number of the last bucket that it took or wrote."""
 HOLDS = range(2, _LINE)
 """Serial numbers of the buffers that the receiver holds; 0 in unused words."""
 
@@ -51,7 +50,7 @@ class ControlBlock:
     """The shared numbers, by cache line and word.
 
     Args:
-        create: True for the sender, which creates the memory.
+        create: True for the first sender, which creates the memory.
 
     Raises:
         FileNotFoundError: there is no sender on this host.
@@ -59,10 +58,9 @@ class ControlBlock:
 
     def __init__(self, plan: TransferPlan, create: bool):
         name = SharedSegment.name_of(plan.session)
-        self.segment = (
-            SharedSegment.create(name, (2 + plan.receivers) * ALIGNMENT) if create else SharedSegment.attach(name)
-        )
-        self._receivers = plan.receivers
+        size = (2 + plan.receivers + plan.senders) * ALIGNMENT
+        self.segment = SharedSegment.create(name, size) if create else SharedSegment.attach(name)
+        self._plan = plan
         self._words = memoryview(self.segment.memory).cast("q")
         self._fence = threading.Lock()
         self.closed = False  # of this end
@@ -78,8 +76,31 @@ class ControlBlock:
         self._words[line * _LINE + word] = value
 
     @staticmethod
-    def line(receiver: int) -> int:
-        return 2 + receiver
+    def receiver(index: int) -> int:
+        """Return the line of a receiver."""
+        return 2 + index
+
+    def sender(self, rank: int) -> int:
+        """Return the line of a training rank."""
+        return 2 + self._plan.receivers + rank
+
+    def number(self, version: int, bucket: int) -> int:
+        """Return the number of an update's bucket, counted from 1, which is larger than those of older versions."""
+        return version * len(self._plan.buckets) + bucket + 1
+
+    def behind(self, number: int) -> tuple[list[int], list[int]]:
+        """Return the receivers that have not taken the bucket with this number, and the ranks that have not written
+        it."""
+        plan = self._plan
+        receivers = [index for index in range(plan.receivers) if self[self.receiver(index), DONE] < number]
+        return receivers, [rank for rank in range(plan.senders) if self[self.sender(rank), DONE] < number]
+
+    @property
+    def all_attached(self) -> bool:
+        """True if every other process is attached."""
+        plan = self._plan
+        lines = [*map(self.receiver, range(plan.receivers)), *map(self.sender, range(1, plan.senders))]
+        return all(self[line, ATTACHED] for line in lines)
 
     @property
     def begun(self) -> int:
@@ -87,7 +108,8 @@ class ControlBlock:
 
     def held_serials(self) -> set[int]:
         """Return the serial numbers of the buffers that receivers hold."""
-        return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
+        lines = map(self.receiver, range(self._plan.receivers))
+        return {self[line, word] for line in lines for word in HOLDS} - {0}
 
     def fence(self) -> None:
         """Make other processes see the memory accesses before this call earlier than those after it. Python has no
@@ -117,6 +139,35 @@ class ControlBlock:
                 nap = (time.monotonic() - begun) * _NAP_SHARE
                 time.sleep(min(max(nap, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS))
         self.fence()
+
+    def wait_opened(self, version: int, deadline: Deadline) -> None:
+        """Wait until the first sender has opened `version`. Raises as `wait` and `check_newest` do."""
+        self.wait(
+            lambda: self[OPENED] >= version or self.begun > version,
+            version,
+            deadline,
+            lambda: "the trainer did not begin to send",
+        )
+        self.check_newest(version)
+
+    def while_newest(self, version: int, map_buffer: Callable[[], T]) -> T:
+        """Return the buffer of `version`. An error that comes because a newer update has begun says so."""
+        try:
+            buffer = map_buffer()
+        except WeightSyncError:
+            self.check_newest(version)
+            raise
+        self.fence()
+        self.check_newest(version)
+        return buffer
+
+    def check_newest(self, version: int) -> None:
+        """Check that the first sender has not begun a newer update, whose bytes may overwrite those of this update.
+        Raises `WeightSyncError`."""
+        if self.begun != version:
+            raise WeightSyncError(
+                f"this process waits for weight update {version}, but the trainer has already begun update {self.begun}"
+            )
 
     def check(self, version: int) -> None:
         """Raise `WeightUpdateAborted` if `version` was aborted or a side was closed."""

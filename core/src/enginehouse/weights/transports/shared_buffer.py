@@ -1,15 +1,15 @@
-"""Buffers for whole versions of the weights, which one process writes and other processes of the host read."""
+"""Buffers for whole versions of the weights, which training ranks write and other processes of the host read."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.buckets import parameters_of, view_parameters
 from enginehouse.weights.host_memory import AnonymousMemory, lay_out
-from enginehouse.weights.transports.control_block import ControlBlock
+from enginehouse.weights.transports.control_block import BUFFER, DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.shared_segment import SharedSegment
 
 if TYPE_CHECKING:
@@ -62,6 +62,45 @@ class SharedBuffer:
         if bucket not in self._views:
             self._views[bucket] = view_parameters(parameters_of(self._plan, bucket), self.offsets, self._bytes)
         return self._views[bucket]
+
+
+class MappedBuffers:
+    """Buffers of training rank 0 that another process has mapped.
+
+    Args:
+        where: name of this process in messages.
+    """
+
+    def __init__(self, plan: TransferPlan, control: ControlBlock, where: str):
+        self._plan = plan
+        self._control = control
+        self._where = where
+        self._buffers: list[SharedBuffer] = []
+
+    def map_latest(self, kept: Collection[int]) -> SharedBuffer:
+        """Return the current buffer, mapped. Only buffers with the serial numbers `kept` stay mapped beside it.
+
+        Raises:
+            WeightSyncError: the buffer cannot be opened.
+        """
+        serial = self._control[BUFFER]
+        latest = next((buffer for buffer in self._buffers if buffer.serial == serial), None)
+        if latest is None:
+            path = f"/proc/{self._control[PROCESS]}/fd/{self._control[DESCRIPTOR]}"
+            try:
+                latest = SharedBuffer.attach(self._plan, path, serial)
+            except OSError as error:
+                raise WeightSyncError(
+                    f"{self._where} cannot map the memory of training rank 0: {error}. Transport 'shared_memory' needs "
+                    "both to be processes of one user that see each other in /proc (containers: one PID namespace); "
+                    "choose another transport."
+                ) from error
+        others = (buffer for buffer in self._buffers if buffer.serial in kept and buffer is not latest)
+        self._buffers = [latest, *others]
+        return latest
+
+    def clear(self) -> None:
+        self._buffers.clear()
 
 
 class HeldBuffer:

@@ -1,9 +1,10 @@
-"""Moves weights between processes of one host. A sender writes a version once, and all receivers read the same memory.
+"""Moves weights between processes of one host. A version is written once, and all receivers read the same memory.
 
-Training rank 0 writes each version into a *buffer*: memory as large as the model, which no receiver holds. Receivers
-read the version bucket by bucket during the write, as tensors that view the buffer. An engine that holds the buffer
-(`HostMemory`) need not copy the weights, and the next version is written into another buffer. Usually there are two
-buffers: one is served while the other is written.
+Each version is written into a *buffer*: memory of training rank 0, as large as the model, which no receiver holds. Each
+rank writes parts that it has itself, so nothing is gathered. Receivers read the version bucket by bucket during the
+write, as tensors that view the buffer. An engine that holds the buffer (`HostMemory`) need not copy the weights, and
+the next version is written into another buffer. Usually there are two buffers: one is served while the other is
+written.
 
 Buffers have no names, so no buffer is left over if a process is killed. The `ControlBlock` is in a small shared memory
 with a name, which is removed once every receiver is attached. If the sender is killed before that, Python's resource
@@ -13,30 +14,30 @@ tracker removes the name.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
-from enginehouse.weights.buckets import AHEAD, in_plan_order
-from enginehouse.weights.checksums import copy_with_checksum
+from enginehouse.weights.buckets import AHEAD, check_announced
+from enginehouse.weights.checksums import checksum, copy_with_checksum
+from enginehouse.weights.parts import as_slices, part_name, parts_of, shape_of, share_parts
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
     BEGUN,
     BUFFER,
     CLOSED,
     DESCRIPTOR,
-    FIRST,
+    DONE,
     HOLDS,
     OPENED,
     PROCESS,
-    TAKEN,
-    WRITTEN,
     ControlBlock,
 )
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import BucketTransport, IdleSender, Receiver, Sender
-from enginehouse.weights.transports.shared_buffer import HeldBuffer, SharedBuffer
+from enginehouse.weights.transports.shared_buffer import HeldBuffer, MappedBuffers, SharedBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -51,16 +52,92 @@ class SharedMemoryTransport(BucketTransport):
         """Open one side of the connection; see `WeightTransport`. Raises `WeightSyncError` if there is not enough
         memory for a version, or this process cannot open the sender's memory."""
         if side == "send":
-            return SharedMemorySender(plan) if index == 0 else IdleSender()
+            if index == 0:
+                return FirstSender(plan)
+            return OtherSender(plan, index) if index < plan.senders else IdleSender()
         return SharedMemoryReceiver(plan, index)
 
 
-class SharedMemorySender(Sender):
-    """The sending side, at training rank 0."""
+class SharedMemorySender(Sender, ABC):
+    """The sending side, at a training rank.
+
+    Attributes:
+        sends_parts: see `PartsSession`; True if there are several training ranks.
+    """
+
+    _control: ControlBlock
+
+    def __init__(self, plan: TransferPlan, rank: int):
+        self._plan = plan
+        self._rank = rank
+        self.sends_parts = plan.senders > 1
+        self._held = parts_of(plan.parameters, rank)
+        shares = share_parts(plan.parameters, plan.senders)
+        self._own = {
+            parameter.name: [region for region, sender in share.items() if sender == rank]
+            for parameter, share in zip(plan.parameters, shares, strict=True)
+        }
+
+    @abstractmethod
+    def _open(self, version: int, deadline: Deadline) -> SharedBuffer:
+        """Return the update's buffer."""
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        buffer = self._open(version, deadline)
+        control, count = self._control, len(self._plan.buckets)
+        sums: dict[str, str] = {}
+        planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held), source)
+        held = {parameter.name: region for parameter, region in self._held}
+        for bucket in range(count):
+            if bucket >= AHEAD:
+                self._wait_taken(version, bucket - AHEAD, deadline)
+            for parameter, view in buffer.view_bucket(bucket):
+                if parameter.name not in held:
+                    continue
+                _, tensor = next(planned)
+                region = held[parameter.name]
+                if region in self._own[parameter.name]:
+                    sums[part_name(parameter, region)] = _write(tensor.detach(), view[as_slices(region)])
+            control.check(version)
+            control.fence()
+            control[control.sender(self._rank), DONE] = control.number(version, bucket)
+        for _ in planned:  # raises if there are surplus weights
+            pass
+        if count:
+            self._wait_taken(version, count - 1, deadline)
+        return sums
+
+    def _wait_taken(self, version: int, bucket: int, deadline: Deadline) -> None:
+        control = self._control
+        number = control.number(version, bucket)
+
+        def missing() -> str:
+            late = ", ".join(
+                f"{index}{'' if control[control.receiver(index), ATTACHED] else ' (never connected)'}"
+                for index in control.behind(number)[0]
+            )
+            return f"rollout replica {late} did not take bucket {bucket + 1} of {len(self._plan.buckets)}"
+
+        control.wait(lambda: not control.behind(number)[0], version, deadline, missing)
+
+    def abort(self, version: int) -> None:
+        self._control.abort(version)
+
+
+def _write(tensor: torch.Tensor, target: torch.Tensor) -> str:
+    """Copy a tensor of any device to a part of a buffer, and return its checksum."""
+    tensor = tensor.to("cpu").contiguous()
+    if target.is_contiguous():
+        return copy_with_checksum(tensor, target)
+    target.copy_(tensor)
+    return checksum(tensor)
+
+
+class FirstSender(SharedMemorySender):
+    """The sending side at training rank 0, which owns the buffers."""
 
     def __init__(self, plan: TransferPlan):
-        self._plan = plan
-        self._written = 0  # number of the last bucket written
+        super().__init__(plan, 0)
         self._serial = 0  # serial number of the newest buffer
         self._buffers: list[SharedBuffer] = [self._new_buffer()]
         self._control = control = ControlBlock(plan, create=True)
@@ -83,7 +160,7 @@ class SharedMemorySender(Sender):
         self._buffers = [buffer for buffer in self._buffers if buffer.serial in held] + free[:1]
         return free[0]
 
-    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+    def _open(self, version: int, deadline: Deadline) -> SharedBuffer:
         control = self._control
         if version <= control.begun:
             raise WeightSyncError(f"weight update {version} must be newer than the last begun update, {control.begun}")
@@ -92,51 +169,14 @@ class SharedMemorySender(Sender):
         control.fence()
         buffer = self._find_unheld()
         self._announce(buffer)
-        first = control[FIRST] = self._written + 1
         control.fence()
         control[OPENED] = version
-        sums: dict[str, str] = {}
-        planned = in_plan_order(self._plan, source)
-        for bucket in range(len(self._plan.buckets)):
-            number = first + bucket
-            if bucket >= AHEAD:
-                self._wait_taken(number - AHEAD, first, version, deadline)
-            self._drop_name()
-            for _, view in buffer.view_bucket(bucket):
-                parameter, tensor = next(planned)
-                tensor = tensor.detach().to("cpu").contiguous()
-                sums[parameter.name] = copy_with_checksum(tensor, view)
-            control.check(version)
-            control.fence()
-            control[WRITTEN] = self._written = number
-        for _ in planned:  # raises if there are surplus weights
-            pass
-        self._wait_taken(self._written, first, version, deadline)
-        return sums
+        return buffer
 
-    def _drop_name(self) -> None:
-        """Remove the control block's name once all receivers are attached, so that it cannot be left over."""
-        control = self._control
-        if all(control[control.line(index), ATTACHED] for index in range(self._plan.receivers)):
-            control.segment.unlink()
-
-    def _wait_taken(self, number: int, first: int, version: int, deadline: Deadline) -> None:
-        control = self._control
-
-        def behind() -> list[int]:
-            return [i for i in range(self._plan.receivers) if control[control.line(i), TAKEN] < number]
-
-        def missing() -> str:
-            late = ", ".join(
-                f"{index}{'' if control[control.line(index), ATTACHED] else ' (never connected)'}" for index in behind()
-            )
-            return f"rollout replica {late} did not take bucket {number - first + 1} of {len(self._plan.buckets)}"
-
-        if len(self._plan.buckets):
-            control.wait(lambda: not behind(), version, deadline, missing)
-
-    def abort(self, version: int) -> None:
-        self._control.abort(version)
+    def _wait_taken(self, version: int, bucket: int, deadline: Deadline) -> None:
+        super()._wait_taken(version, bucket, deadline)
+        if self._control.all_attached:
+            self._control.segment.unlink()  # so that the name cannot be left over
 
     def close(self) -> None:
         """Close this side. A buffer is freed with the last receiver that holds it."""
@@ -145,94 +185,111 @@ class SharedMemorySender(Sender):
         self._buffers.clear()
 
 
+class OtherSender(SharedMemorySender):
+    """The sending side at another training rank, which writes into the buffers of rank 0."""
+
+    def __init__(self, plan: TransferPlan, rank: int):
+        super().__init__(plan, rank)
+        self._where = f"training rank {rank}"
+        self._aborted = -1  # before this rank is attached
+        self._attached = False
+
+    def _attach(self) -> None:
+        """Attach to the memory of rank 0, which has it by the first update."""
+        self._control = attach(self._plan, self._where)
+        self._buffers = MappedBuffers(self._plan, self._control, self._where)
+        self._control.abort(self._aborted)
+        self._control[self._control.sender(self._rank), ATTACHED] = 1
+        self._attached = True
+
+    def _open(self, version: int, deadline: Deadline) -> SharedBuffer:
+        if not self._attached:
+            self._attach()
+        self._control.wait_opened(version, deadline)
+        return self._control.while_newest(version, lambda: self._buffers.map_latest(self._control.held_serials()))
+
+    def abort(self, version: int) -> None:
+        self._aborted = max(self._aborted, version)
+        if self._attached:
+            super().abort(version)
+
+    def close(self) -> None:
+        """Close this side."""
+        if self._attached:
+            self._control.closed = True
+            self._buffers.clear()
+
+
+def attach(plan: TransferPlan, where: str) -> ControlBlock:
+    """Return the control block that training rank 0 has created. Raises `WeightSyncError` if there is none."""
+    try:
+        return ControlBlock(plan, create=False)
+    except FileNotFoundError as error:
+        raise WeightSyncError(
+            f"{where} does not see the shared memory of training rank 0. Transport 'shared_memory' needs both "
+            "processes on one host; choose another transport."
+        ) from error
+
+
 class SharedMemoryReceiver(Receiver):
     """The receiving side, at a rollout replica."""
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
-        self._index = index
-        try:
-            self._control = ControlBlock(plan, create=False)
-        except FileNotFoundError as error:
-            raise WeightSyncError(
-                f"rollout replica {index} does not see the shared memory of training rank 0. Transport 'shared_memory' "
-                "needs both processes on one host; choose another transport."
-            ) from error
-        self._line = self._control.line(index)
-        self._buffers: list[SharedBuffer] = []  # mapped buffers: the newest, and all held buffers
+        where = f"rollout replica {index}"
+        self._control = attach(plan, where)
+        self._line = self._control.receiver(index)
+        self._buffers = MappedBuffers(plan, self._control, where)
         self._words = deque(HOLDS)  # unused words of the line
-        self._attach_latest()  # an error should come here, not at the first update
+        shares = share_parts(plan.parameters, plan.senders)
+        self._parts = {
+            parameter.name: tuple(share)
+            for parameter, share in zip(plan.parameters, shares, strict=True)
+            if len(share) > 1
+        }
+        self._map_latest()  # an error should come here, not at the first update
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         """Yield chunks that share one `memory`. If the engine already holds the memory of too many updates, the chunks
         have no `memory`, so that the engine must copy them."""
         control = self._control
-        count = len(self._plan.buckets)
-        control.wait(
-            lambda: control[OPENED] >= version or control.begun > version,
-            version,
-            deadline,
-            lambda: "the trainer did not begin to send",
-        )
-        self._check_newest(version)
-        first, buffer = self._open_update(version)
+        control.wait_opened(version, deadline)
+        buffer = control.while_newest(version, self._map_latest)
         memory = HeldBuffer(buffer, version, control, self._line, self._words) if self._words else None
-        for bucket in range(count):
-            number = first + bucket
-            arrived = f"bucket {bucket + 1} of {count}"
+        for bucket in range(len(self._plan.buckets)):
+            number = control.number(version, bucket)
             control.wait(
-                lambda number=number: control[WRITTEN] >= number,  # type: ignore[misc]
+                lambda number=number: not control.behind(number)[1],  # type: ignore[misc]
                 version,
                 deadline,
-                lambda arrived=arrived: f"{arrived} did not arrive",  # type: ignore[misc]
+                lambda bucket=bucket, number=number: self._missing(bucket, number),  # type: ignore[misc]
             )
-            self._check_newest(version)
-            yield WeightChunk([(parameter.name, view) for parameter, view in buffer.view_bucket(bucket)], memory=memory)
+            control.check_newest(version)
+            tensors = [(parameter.name, view) for parameter, view in buffer.view_bucket(bucket)]
+            yield WeightChunk(tensors, memory=memory, parts=self._find_parts(buffer, bucket))
             control.check(version)
             control.fence()
-            self._check_newest(version)
-            control[self._line, TAKEN] = number
+            control.check_newest(version)
+            control[self._line, DONE] = number
 
-    def _check_newest(self, version: int) -> None:
-        """Check that the sender has not begun a newer update, whose bytes may overwrite those of this update."""
-        begun = self._control.begun
-        if begun != version:
-            raise WeightSyncError(
-                f"the receiver waits for weight update {version}, but the trainer has already begun update {begun}"
-            )
+    def _find_parts(self, buffer: SharedBuffer, bucket: int) -> dict[str, list[tuple[str, torch.Tensor]]]:
+        """Return the parts of those parameters of a bucket that came in several parts."""
+        return {
+            parameter.name: [
+                (part_name(parameter, part), view[as_slices(part)]) for part in self._parts[parameter.name]
+            ]
+            for parameter, view in buffer.view_bucket(bucket)
+            if parameter.name in self._parts
+        }
 
-    def _open_update(self, version: int) -> tuple[int, SharedBuffer]:
-        """Return the number of the update's first bucket, and its buffer."""
-        control = self._control
-        first = control[FIRST]
-        try:
-            buffer = self._attach_latest()
-        except WeightSyncError:
-            self._check_newest(version)
-            raise
-        control.fence()
-        self._check_newest(version)
-        return first, buffer
+    def _missing(self, bucket: int, number: int) -> str:
+        ranks = self._control.behind(number)[1] if self._plan.senders > 1 else []
+        senders = f" from training rank {', '.join(map(str, ranks))}" if ranks else ""
+        return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive{senders}"
 
-    def _attach_latest(self) -> SharedBuffer:
-        """Return the sender's current buffer, mapped. Raise a `WeightSyncError` if it cannot be opened."""
-        serial = self._control[BUFFER]
-        latest = next((buffer for buffer in self._buffers if buffer.serial == serial), None)
-        if latest is None:
-            path = f"/proc/{self._control[PROCESS]}/fd/{self._control[DESCRIPTOR]}"
-            try:
-                latest = SharedBuffer.attach(self._plan, path, serial)
-            except OSError as error:
-                raise WeightSyncError(
-                    f"rollout replica {self._index} cannot map the memory of training rank 0: {error}. Transport "
-                    "'shared_memory' needs both to be processes of one user that see each other in /proc (containers: "
-                    "one PID namespace); choose another transport."
-                ) from error
-        held = {self._control[self._line, word] for word in HOLDS}
-        others = (buffer for buffer in self._buffers if buffer.serial in held and buffer is not latest)
-        self._buffers = [latest, *others]
-        return latest
+    def _map_latest(self) -> SharedBuffer:
+        return self._buffers.map_latest({self._control[self._line, word] for word in HOLDS})
 
     def abort(self, version: int) -> None:
         self._control.abort(version)
