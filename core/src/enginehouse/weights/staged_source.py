@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,12 @@ class StagedSource:
         """Checksums of `parameters`, in their order."""
         return [parameter[-1] for parameter in self._parameters]
 
-    def check(self) -> None:
-        """Check that all parameters are as they were staged. Raises `WeightSyncError` if parameters differ; the message
-        names them."""
+    def check(self, rank: int = 0, ranks: int = 1) -> None:
+        """Check that parameters are as they were staged: all, or the share of one of several ranks that read the same
+        memory. Raises `WeightSyncError` if parameters differ; the message names them."""
         if self.directory:
             return
-        pairs = zip(self, self._parameters, strict=True)
+        pairs = islice(zip(self, self._parameters, strict=True), rank, None, ranks)
         wrong = [name for (name, tensor), (*_, expected) in pairs if checksum(tensor) != expected]
         if wrong:
             raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)

@@ -9,10 +9,11 @@ import torch
 
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.weights.names import unique_state
-from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from enginehouse_torch.modeling.stored import StoredForm
 
 
 class ReplicatedWeights:
@@ -20,13 +21,13 @@ class ReplicatedWeights:
 
     The tensors are the model's own tensors, detached. The next optimizer step changes them, so a reader that keeps them
     longer must copy them. If a tied parameter has several names, the checkpoint's `stored` names decide which name it
-    gets.
+    gets, and `form` is how the checkpoint stores the model.
     """
 
-    def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
+    def __init__(self, model: PreTrainedModel, stored: frozenset[str], form: StoredForm):
         self._model = model
         self._stored = stored
-        self._form = StoredForm.of(model, stored)
+        self._form = form
 
     def metadata(self) -> list[ParamMeta]:
         """Describe all parameters and persistent buffers, tied ones once."""

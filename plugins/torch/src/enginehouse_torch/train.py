@@ -174,7 +174,7 @@ class TorchTrainEngine:
         """Return access to the current weights under their Hugging Face names, with each tied weight once. Every rank
         holds all weights."""
         self._offloading.need("params", to="give weights")
-        return ReplicatedWeights(self._model, self._stored)
+        return ReplicatedWeights(self._model, self._stored, self._holding.form)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.

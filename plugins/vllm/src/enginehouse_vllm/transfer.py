@@ -96,7 +96,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
 
     def _check(self, update: MemoryUpdate) -> None:
         self._source = StagedSource(update.parameters, update.directory)
-        self._source.check()
+        self._source.check(self.parallel_config.rank, self.parallel_config.world_size)
 
     def _load(self) -> None:
         self._shared = shared_parameters(self.model)
