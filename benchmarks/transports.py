@@ -34,7 +34,7 @@ def measure(parameters: int = 200_000_000, rounds: int = 5, repeats: int = 2) ->
         seconds: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
         for _ in range(repeats):
             for transport in TRANSPORTS:
-                measured = weight_update.measure(
+                measured = weight_update.update(
                     parameters, rounds, ranks, replicas, train="fsdp", rollout="torch", transport=transport
                 )
                 seconds[transport].append(measured["sides"]["transfer"]["seconds"])

@@ -1,6 +1,7 @@
 """A verified weight update from a training engine to a rollout engine on one host, against a plain copy of its bytes.
 
-It runs real workers, each engine in a separate process and Python environment. The copy and the update take turns.
+It runs real workers, each engine in a separate process and Python environment. The copy and the update take turns. A
+second part updates one and then several replicas of a smaller model.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import logging
 import os
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import ROOT, interpreter_of
@@ -32,6 +34,7 @@ class Seconds:
     copy: list[float] = field(default_factory=list)
     fresh_copy: list[float] = field(default_factory=list)
     transfer: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
 
 
@@ -46,13 +49,51 @@ def measure(
     bucket_mib: int = 0,
     device: str = "cpu",
     transport: str = "shared_memory",
+    many: int = 4,
+    many_parameters: int = 125_000_000,
+) -> dict[str, Any]:
+    """Update the rollout engine's weights, by `update`; and then those of one and of `many` replicas.
+
+    Args:
+        many: replicas of the second part; 0 leaves it out.
+        many_parameters: approximate number of parameters of the second part's model. It is smaller, so that many
+            replicas fit into the memory.
+
+    Returns:
+        That of `update`, with two further metrics: `replicas_4_vs_1`, the seconds of updates of `many` replicas,
+        without the engine's loads, over those of one replica; `host_models_4_replicas`, the memory that holds versions
+        of the weights beside the engines' own, with `many` replicas, in multiples of the model. The 4 in their names
+        is the default of `many`.
+    """
+    shape = train, rollout, runtime, bucket_mib, device, transport
+    measured = update(parameters, rounds, ranks, replicas, *shape)
+    if many:
+        one, several = (update(many_parameters, rounds, ranks, number, *shape) for number in (1, many))
+        own = {number: part["sides"]["without the load"] for number, part in ((1, one), (many, several))}
+        measured["metrics"]["replicas_4_vs_1"] = own[many]["seconds"] / own[1]["seconds"]
+        measured["metrics"]["host_models_4_replicas"] = several["host_models"]
+        measured["sides"] |= {f"{number} replicas of a smaller model": seconds for number, seconds in own.items()}
+    return measured
+
+
+def update(
+    parameters: int,
+    rounds: int,
+    ranks: int,
+    replicas: int,
+    train: str,
+    rollout: str,
+    runtime: str = "auto",
+    bucket_mib: int = 0,
+    device: str = "cpu",
+    transport: str = "shared_memory",
 ) -> dict[str, Any]:
     """Update the rollout engine's weights `rounds` times, after two updates that do not count.
 
     Args:
         parameters: approximate number of the model's parameters; each is 4 bytes.
         rounds: number of measured updates; there is a plain copy before each.
-        ranks: training processes; with more than one the weights are gathered first.
+        ranks: training processes; each writes parts of the weights.
         replicas: rollout processes.
         train: training backend.
         rollout: rollout backend.
@@ -64,8 +105,9 @@ def measure(
     Returns:
         `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory that
         is in use already, divided by seconds of the transfer. The transfer lasts from the first byte sent until the
-        last replica has staged the last byte, including checksums on both sides. `gigabytes_per_second` of the
-        transfer; `update_seconds`, the whole verified update.
+        last replica has staged the last byte, including checksums on both sides. `update_vs_memcpy`, the same for the
+        transfer and the switch without the engine's own load; the effect check, which scores prompts, is not counted.
+        `gigabytes_per_second` of the transfer; `update_seconds`, the whole verified update.
     """
     model = WORK / f"model-{parameters}"
     count = write_model(model, parameters)
@@ -73,6 +115,7 @@ def measure(
     found = Seconds()
     roles = placed(str(model), train, rollout, runtime, ranks, replicas, bucket_mib, device, transport)
     with roles as (actor, served, sync):
+        served.time_loads()
         logger.info("first update: logprobs differ by %.2g nats", sync.publish(1).effect)
         sync.publish(2)
         for version in range(3, 3 + rounds):
@@ -82,21 +125,31 @@ def measure(
             report = sync.publish(version)
             found.update.append(report.seconds)
             found.transfer.append(max(served.staged()) - min(actor.began()))
+            switches = zip(served.commit_seconds(), served.load_seconds(), strict=True)
+            found.own.append(found.transfer[-1] + max(commit - load for commit, load in switches))
             logger.info(
-                "copy %.3f s, into fresh memory %.3f s, transfer %.3f s, update %.3f s",
-                *(series[-1] for series in (found.copy, found.fresh_copy, found.transfer, found.update)),
+                "copy %.3f s, into fresh memory %.3f s, transfer %.3f s, without the load %.3f s, update %.3f s",
+                *(series[-1] for series in (found.copy, found.fresh_copy, found.transfer, found.own, found.update)),
             )
+        staged = staged_bytes()
         engine = served.describe()[0]["engine"]
     gigabytes = report.nbytes / 1e9
     metrics = {
         "transfer_vs_memcpy": paired(found.copy, found.transfer),
+        "update_vs_memcpy": paired(found.copy, found.own),
         "update_seconds": statistics.median(found.update),
         "gigabytes_per_second": gigabytes / statistics.median(found.transfer),
     }
     described = {
-        "train": train, "rollout": engine, "transport": transport, "ranks": ranks, "replicas": replicas,
-        "gigabytes": gigabytes, "gigabytes_moved": None if report.bytes_moved is None else report.bytes_moved / 1e9,
-    }  # fmt: skip
+        "train": train,
+        "rollout": engine,
+        "transport": transport,
+        "ranks": ranks,
+        "replicas": replicas,
+        "host_models": staged / report.nbytes,
+        "gigabytes": gigabytes,
+        "gigabytes_moved": None if report.bytes_moved is None else report.bytes_moved / 1e9,
+    }
     return {"metrics": metrics, "sides": rows(found, gigabytes), **described}
 
 
@@ -111,6 +164,7 @@ def rows(found: Seconds, gigabytes: float) -> dict[str, dict[str, float]]:
         "plain copy": found.copy,
         "plain copy into fresh memory": found.fresh_copy,
         "transfer": found.transfer,
+        "without the load": found.own,
         "verified update": found.update,
     }
     return {
@@ -122,6 +176,17 @@ def rows(found: Seconds, gigabytes: float) -> dict[str, dict[str, float]]:
         }
         for name, seconds in named.items()
     }
+
+
+def staged_bytes() -> int:
+    """Return the bytes of this host's memory that hold versions of weights for engines in other processes."""
+    sizes = {}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # the process has ended
+            if os.readlink(file).startswith(("/memfd:eh-", "/memfd:enginehouse-weights")):
+                memory = file.stat()
+                sizes[memory.st_ino] = memory.st_size
+    return sum(sizes.values())
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class TimedTrainWorker(TrainWorker):
 class TimedRolloutWorker(RolloutWorker):
     """A replica that notes when an update was staged and when it was served."""
 
+    _load_seconds = 0.0
+
     async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
         """See `RolloutWorker`."""
         sums = await super().receive_weights(version, deadline_seconds, pause)
@@ -84,6 +86,24 @@ class TimedRolloutWorker(RolloutWorker):
     async def commit_seconds(self) -> float:
         """Return the duration of the last switch."""
         return self._commit_seconds
+
+    @register
+    async def time_loads(self) -> None:
+        """Time the engine's own loads from now on, if it loads what was staged in a separate step, as vLLM does."""
+        load = getattr(self.engine._weights, "_load", None)
+        if load is not None:
+
+            async def timed(*args: object) -> None:
+                begun = time.monotonic()
+                await load(*args)
+                self._load_seconds = time.monotonic() - begun
+
+            self.engine._weights._load = timed
+
+    @register
+    async def load_seconds(self) -> float:
+        """Return the duration of the engine's own load in the last switch."""
+        return self._load_seconds
 
     @register
     async def forget_staging(self) -> None:
