@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import WeightState, WeightSyncError
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 CACHED_BYTES = 2 << 20
 """Block size: small enough to stay in the processor's cache after a read, and large enough for a fast loop."""
+
+THREADED_BYTES = 8 << 20
+"""Smallest number of bytes that several threads sum. Fewer take less time than the threads' start."""
+THREADS = 4
 
 MIXED = "mixed-"
 """Beginning of a `mixed_checksum`."""
@@ -29,6 +34,14 @@ def checksum(tensor: torch.Tensor) -> str:
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return the `checksum` of each tensor. Several threads compute them, because memory is faster than one core."""
+    if sum(tensor.nbytes for tensor in tensors) < THREADED_BYTES:
+        return [checksum(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(THREADS, "checksums") as threads:
+        return list(threads.map(checksum, tensors))
 
 
 def mixed_checksum(tensor: torch.Tensor) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from enginehouse.engines.rollout import GenerateResult, PauseMode, RolloutEngine
 from enginehouse.engines.weights import (
@@ -20,7 +20,10 @@ from enginehouse.engines.weights import (
     WeightUpdate,
     WeightUpdateAborted,
 )
-from enginehouse.weights.checksums import checksum, mixed_checksum, verify_state
+from enginehouse.weights.checksums import checksums, mixed_checksum, verify_state
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +125,12 @@ class WeightReceiver:
             chunk = next(chunks, None)
             if chunk is None:
                 return None
-            sum_of = mixed_checksum if plan.sums_in_place else checksum
-            arrived = {name: sum_of(tensor) for name, tensor in chunk.tensors}
+            tensors = dict(chunk.tensors)
+            parts = dict(part for name in tensors for part in chunk.parts.get(name, ()))
+            arrived = _sum(tensors, plan)
             sums.update(arrived)
-            for name, total in arrived.items():
-                parts = chunk.parts.get(name)
-                sent.update({name: total} if parts is None else {part: checksum(view) for part, view in parts})
+            sent.update({name: total for name, total in arrived.items() if name not in chunk.parts})
+            sent.update(_sum(parts, plan))
             return replace(chunk, checksums=arrived)
 
         while (chunk := await self._on_thread(take)) is not None:
@@ -223,3 +226,9 @@ class WeightReceiver:
             log.exception("%s could not return to its old weights", self._where)
         if self._committed is None:  # else an earlier update was never verified
             self.serving.set()
+
+
+def _sum(tensors: Mapping[str, torch.Tensor], plan: TransferPlan) -> dict[str, str]:
+    """Return the checksum of each tensor that arrived, of the kind that the plan says."""
+    found = map(mixed_checksum, tensors.values()) if plan.sums_in_place else checksums(list(tensors.values()))
+    return dict(zip(tensors, found, strict=True))

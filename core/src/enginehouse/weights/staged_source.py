@@ -13,7 +13,7 @@ import torch
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
-from enginehouse.weights.checksums import checksum
+from enginehouse.weights.checksums import checksums
 from enginehouse.weights.host_memory import map_privately
 
 
@@ -49,8 +49,9 @@ class StagedSource:
         memory. Raises `WeightSyncError` if parameters differ; the message names them."""
         if self.directory:
             return
-        pairs = islice(zip(self, self._parameters, strict=True), rank, None, ranks)
-        wrong = [name for (name, tensor), (*_, expected) in pairs if checksum(tensor) != expected]
+        share = list(islice(self, rank, None, ranks))
+        sums = zip(checksums([tensor for _, tensor in share]), self.sums[rank::ranks], strict=True)
+        wrong = [name for (name, _), (total, staged) in zip(share, sums, strict=True) if total != staged]
         if wrong:
             raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)
 
