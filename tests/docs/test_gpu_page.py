@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from projects import Project, project  # noqa: F401 - a fixture
+from tools.update_seconds import table
 
 from enginehouse.cli.main import main
 
@@ -75,3 +76,7 @@ def test_the_page_is_asked_for_as_it_says(planned):
     overrides = re.findall(r"\S+=\S+", said.partition("The run can start with these overrides:")[2].split("\n\n")[1])
     assert planned(seven, *overrides, "--gpus", "8", "--gpu", "L4")[0] == 0
     assert planned(small, "--gpus", "1", "--gpu", "L4", "--suggest")[0] == 0
+
+
+def test_the_seconds_of_weight_updates_are_those_that_the_tool_calculates():
+    assert table() in PAGE, "python -m tools.update_seconds"
