@@ -51,6 +51,13 @@ def replica_process(worker: type, runtime: Any, name: str, seconds: float, **env
 
 def parity_of(directory: Path, backend: str, trainer: str, processes: int) -> None:
     """Run `enginehouse parity` after an update; check that both compute every token alike."""
+    found = compared(directory, backend, trainer, processes, "--tolerance=1e-4")["found"]
+    assert 0 < found["mean"] <= 1e-4  # exactly 0 would be one engine compared with itself
+    assert found["outside"] == 0
+
+
+def compared(directory: Path, backend: str, trainer: str, processes: int, *arguments: str) -> dict[str, Any]:
+    """Run `enginehouse parity` after an update, with further arguments; return what it writes."""
     project = Project(directory)
     project.config |= {
         "model": {"path": tiny_model(hidden=128)},  # whose heads vLLM's CPU attention takes
@@ -62,15 +69,13 @@ def parity_of(directory: Path, backend: str, trainer: str, processes: int) -> No
         },
     }
     project.save()
-    arguments = ("parity", "grpo.yaml", f"--prompts={PROMPTS}", "--out=found", "--tolerance=1e-4")
-    with RunProcess(*arguments, cwd=project.root, directory=project.root, logs=project.root / "logs") as run:
+    command = ("parity", "grpo.yaml", f"--prompts={PROMPTS}", "--out=found", *arguments)
+    with RunProcess(*command, cwd=project.root, directory=project.root, logs=project.root / "logs") as run:
         ended = run.finish(800)
     assert ended.code == 0, ended.out + ended.err
-    written = json.loads((project.root / "found" / "parity.json").read_text())
-    found = written["found"]
-    assert found["sequences"] == PROMPTS * SAMPLES
-    assert 0 < found["mean"] <= 1e-4  # exactly 0 would be one engine compared with itself
-    assert found["outside"] == 0
+    written: dict[str, Any] = json.loads((project.root / "found" / "parity.json").read_text())
+    assert written["found"]["sequences"] == PROMPTS * SAMPLES
     actor, rollout = written["roles"]["actor"][0], written["roles"]["rollout"][0]
     assert (actor["backend"], rollout["backend"]) == (trainer, backend)
     assert actor["pid"] != rollout["pid"]
+    return written

@@ -134,10 +134,19 @@ async def install_faults(engine: VLLMRollout, installer: str = "install") -> Non
     await engine.native.collective_rpc(getattr(weight_faults, installer))
 
 
-async def attempt(engine: VLLMRollout, path: str, version: int) -> tuple[str, str, tuple[str, ...]]:
+async def save_layer(engine: VLLMRollout, name: str, file: str) -> None:
+    """Write the parameters of a layer of vLLM's model to a file."""
+    import weight_faults
+
+    await engine.native.collective_rpc(weight_faults.save_layer, args=(name, file))
+
+
+async def attempt(
+    engine: VLLMRollout, path: str, version: int, dtype: str = "float32"
+) -> tuple[str, str, tuple[str, ...]]:
     """An update, and what it raises."""
     try:
-        await update(engine, path, version)
+        await update(engine, path, version, dtype)
     except Exception as error:
         await engine.abort_weight_update()
         await engine.resume()

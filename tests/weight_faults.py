@@ -29,6 +29,7 @@ FAULTS: dict[str, tuple[str, Callable[[torch.Tensor], None]]] = {
     "one bit of a norm": ("model.layers.1.input_layernorm.weight", one_bit),
     "the sign of the last norm": ("model.norm.weight", torch.Tensor.neg_),
     "two rows of the queries": ("model.layers.0.self_attn.qkv_proj.weight", swapped),
+    "the scale of a channel": ("model.layers.1.mlp.down_proj.weight_scale", lambda held: held[5].mul_(1.5)),
     "two experts": ("model.layers.1.mlp.experts.w2_weight", swapped),
 }
 """What is changed in a model of vLLM or SGLang, by its own name, and how."""
@@ -55,6 +56,37 @@ def change_adapter(manager: Any) -> None:
         one_bit(manager.modules["model.layers.1.self_attn.qkv_proj"].lora_a_stacked[0])
 
 
+def install_for_quantized(_worker: Any) -> None:
+    """Have faults applied in one of vLLM's processes, while it quantizes and before the comparison."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    install()
+    process = Method.process_weights_after_loading
+
+    def spoilt(self: Any, layer: torch.nn.Module) -> None:
+        file = Path(os.environ["WEIGHT_FAULT"])
+        fault, sent = file.read_text(), layer.weight.detach()
+        if fault not in QUANTIZED_FAULTS:
+            process(self, layer)
+            return
+        file.write_text("")
+        if fault == "not quantized anew":
+            layer.weight_scale = torch.nn.Parameter(torch.ones(len(sent), 1), requires_grad=False)
+            layer.weight = torch.nn.Parameter(torch.empty_like(sent, dtype=torch.float8_e4m3fn).t(), False)
+            return  # what is copied into place is whatever the memory held
+        process(self, layer)
+        if fault == "no scales":
+            layer.weight.data.copy_(sent.t())
+            layer.weight_scale.data.fill_(1)
+        else:  # other scales than the weights were divided by
+            layer.weight_scale.data.copy_(layer.weight_scale.flip(0))
+
+    patch.object(Method, "process_weights_after_loading", spoilt).start()
+
+
+QUANTIZED_FAULTS = ("not quantized anew", "no scales", "other scales")
+
+
 def install_in(adapters: Any) -> None:
     """Have that fault applied in this process, between the load of an adapter and the comparison in a module."""
     compare = adapters.read_back
@@ -71,6 +103,12 @@ def install_for_adapter(_worker: Any) -> None:
     from enginehouse_vllm import adapters
 
     install_in(adapters)
+
+
+def save_layer(worker: Any, name: str, file: str) -> None:
+    """Write the parameters of a layer of vLLM's model to a file."""
+    held = worker.model_runner.get_model().get_submodule(name)
+    torch.save({key: parameter.data for key, parameter in held.named_parameters()}, file)
 
 
 def install(_worker: Any = None) -> None:

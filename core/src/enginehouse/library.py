@@ -31,7 +31,6 @@ from enginehouse.roles.launch import Launch
 from enginehouse.roles.placement import Roles, place
 from enginehouse.roles.role_plan import RolePlan, own_processes, why_apart
 from enginehouse.runtimes import choose_runtime
-from enginehouse.weights.effect import TOLERANCES
 
 __all__ = [
     "Balanced",
@@ -128,8 +127,6 @@ def start_engines(
         raise UserError(f"unknown placement {placement!r}. {nearest(placement, PLACEMENTS)}")
     launch = launch or Launch(device="cuda" if torch.cuda.is_available() else "cpu", device_is_asked=False)
     policy = ModelSpec(model) if isinstance(model, str) else model
-    if launch.effect_tolerance is None:
-        launch = replace(launch, effect_tolerance=TOLERANCES.get(policy.dtype))
     roles = {name: _plan_role(name, engine, policy, launch) for name, engine in {"actor": actor, **others}.items()}
     for name, role in roles.items():
         if role.shares is not None and role.shares not in own_processes(roles):
@@ -195,6 +192,7 @@ def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> 
         processes=engine.processes,
         shares=engine.shares,
         gpus=options.gpus() if isinstance(options, RolloutOptions) else 1,
+        quantizes=isinstance(options, RolloutOptions) and options.quantizes(),
         interpreter=interpreter,
         env=engine.env,
         trained=kind == "train",

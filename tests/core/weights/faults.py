@@ -9,6 +9,7 @@ import dataclasses
 import threading
 
 import torch
+from quantized_reference import quantized
 
 from enginehouse.controller import register
 from enginehouse.data import Ragged
@@ -187,6 +188,23 @@ class DroppingLaterEngine(DroppingOnceEngine):
     dropped = VERSION + 1
 
 
+class QuantizedEngine(UnreadableEngine):
+    """Serves the matrices of its layers with eight bits a number."""
+
+    async def update_weights(self, chunk):
+        tensors = [(name, in_eight_bits(tensor) if "_proj" in name else tensor) for name, tensor in chunk.tensors]
+        await super().update_weights(dataclasses.replace(chunk, tensors=tensors))
+
+
+def in_eight_bits(weights):
+    codes, scales = quantized(weights)
+    return (codes.float() * scales).to(weights.dtype)
+
+
+class QuantizedDroppingLaterEngine(QuantizedEngine, DroppingLaterEngine):
+    """As `DroppingLaterEngine`, quantized."""
+
+
 class PartlyDroppingEngine(UnreadableEngine):
     """Cannot be read back, and never takes the weights of one layer's MLP."""
 
@@ -228,6 +246,14 @@ class UnpromisingRolloutWorker(UnreadableRolloutWorker):
 
 class DroppingRolloutWorker(UnreadableRolloutWorker):
     engine_type = DroppingEngine
+
+
+class QuantizedRolloutWorker(UnreadableRolloutWorker):
+    engine_type = QuantizedEngine
+
+
+class QuantizedDroppingLaterRolloutWorker(UnreadableRolloutWorker):
+    engine_type = QuantizedDroppingLaterEngine
 
 
 class PartlyDroppingRolloutWorker(UnreadableRolloutWorker):

@@ -7,6 +7,7 @@ import pytest
 from enginehouse.controller import StillRunning
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.weights.effect import QUANTIZED_TOLERANCE, TOLERANCES
 
 from . import faults
 from .roles_for_tests import DEMONSTRATIONS, GREEDY, PROMPTS, open_house
@@ -281,6 +282,28 @@ def test_bfloat16_hides_small_updates_and_no_update_that_was_taken_is_called_dro
 def test_one_dropped_update_of_many_is_found_below_bfloat16():
     with open_house("inproc", rollout=faults.DroppingLaterRolloutWorker, lr=1e-5, dtype="bfloat16") as house:
         sync = house.connect(effect_tolerance=1.0)
+        for version in (1, 2):
+            sync.publish(version)
+            house.train()
+        with pytest.raises(WeightSyncError, match="replica 0 says that it serves version 3, but computes as before"):
+            sync.publish(3)
+
+
+def test_a_quantized_engine_may_be_further_apart():
+    with open_house("inproc", rollout=faults.QuantizedRolloutWorker, lr=1e-3) as house:
+        with pytest.raises(WeightSyncError, match="but does not compute with them"):
+            house.connect(effect_tolerance=TOLERANCES["float32"]).publish(1)
+        sync = house.connect(effect_tolerance=QUANTIZED_TOLERANCE)
+        for version in range(2, 6):
+            report = sync.publish(version)
+            assert 0.02 < report.effect < QUANTIZED_TOLERANCE
+            assert report.taken is None or report.taken > 0.9
+            house.train()
+
+
+def test_a_quantized_engine_that_drops_an_update_is_found_though_it_is_far_apart():
+    with open_house("inproc", rollout=faults.QuantizedDroppingLaterRolloutWorker, lr=1e-6) as house:
+        sync = house.connect(effect_tolerance=QUANTIZED_TOLERANCE)
         for version in (1, 2):
             sync.publish(version)
             house.train()

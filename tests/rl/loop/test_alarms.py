@@ -294,6 +294,12 @@ def test_the_tolerance_of_the_config_says_when_engines_are_apart(tmp_path: Path)
     assert Watch(tmp_path, AlarmInputs(tolerance=0.001)).take({}) == [(1, "engines_apart")]
 
 
+@pytest.mark.parametrize(("nats", "told"), [(0.3, []), (0.6, [(1, "engines_apart")])])
+def test_engines_of_which_one_is_quantized_may_be_further_apart(tmp_path: Path, nats, told):
+    watched = AlarmInputs(tolerance=1.5, quantizes=True)
+    assert Watch(tmp_path, watched).take({"mismatch/absolute_mean": nats}) == told
+
+
 def test_a_resumed_run_compares_with_its_beginning_and_tells_nothing_again(tmp_path: Path):
     rows = [{"step": step, "elapsed_seconds": 1.0, **LEARNING} for step in range(1, 31)]
     watch = Watch(tmp_path)

@@ -181,3 +181,11 @@ def test_on_a_cpu_each_process_has_its_libraries_too(on):
     (actor, rollout) = Needs(planned.roles, USES, "cpu").places()
     assert [place.size / GIB for place in (actor, rollout)] == [32.75, 47.75]
     assert "each sum includes 0.8 GiB per process for libraries and freed memory (a guess)" in said(planned)
+
+
+def test_quantized_blocks_leave_more_of_a_share_to_the_cache():
+    given = {"split": 1, "running": 64, "share": 0.5, "cache_mib": None, "cpu_cache_mib": 1024}
+    whole, quantized = (server_memory(demand(card=80 * GIB), **given, block_itemsize=size) for size in (None, 1))
+    shape = demand().shape
+    assert whole.held["weights"] - quantized.held["weights"] == shape.layers * shape.block_parameters
+    assert quantized.held["KV cache"] - whole.held["KV cache"] == shape.layers * shape.block_parameters

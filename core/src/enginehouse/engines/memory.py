@@ -186,6 +186,7 @@ def server_memory(
     cache_mib: int | None,
     cpu_cache_mib: int,
     process: int = 0,
+    block_itemsize: int | None = None,
 ) -> MemoryUse:
     """Return the memory of one process of an inference server that fills a fixed fraction of a GPU: with the weights,
     and with a cache in the rest of this fraction.
@@ -198,9 +199,10 @@ def server_memory(
         cache_mib: MiB of keys and values on each GPU, instead of the rest of the share.
         cpu_cache_mib: MiB of keys and values on a CPU.
         process: `PROCESS_BYTES` if the engine counts them in its share, else 0.
+        block_itemsize: bytes per element of the weights of blocks; None: `demand.itemsize`, as of all other weights.
     """
     shape, size = demand.shape, demand.itemsize
-    weights = size * shape.parameters // split
+    weights = (size * shape.root_parameters + (block_itemsize or size) * shape.layers * shape.block_parameters) // split
     passing = size * PREFILL_TOKENS * (2 * shape.feed_forward + 4 * shape.hidden) // split
     passing += 4 * min(running, -(-demand.rows // demand.processes)) * shape.vocabulary
     bytes_per_token = -(-shape.cached_per_token * size // split)

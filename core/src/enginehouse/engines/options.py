@@ -248,6 +248,11 @@ class RolloutOptions(EngineOptions):
         """Return the number of GPUs that a replica needs in a run on GPUs; 0 if it uses running servers."""
         return 0 if self.servers() else 1
 
+    def quantizes(self) -> bool:
+        """Return True if the engine serves weights in fewer bits than it is sent. Larger differences of logprobs are
+        then accepted."""
+        return False
+
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
         """Check the options against the sampling parameters, which some engines cannot apply on every device.
 

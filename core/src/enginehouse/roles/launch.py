@@ -24,6 +24,7 @@ class Launch:
         device: torch device type of every engine.
         device_is_asked: True if the user named the device; False if this machine's hardware decided.
         seed: base seed, from which each process derives its own.
+        effect_tolerance: as in `WeightSync`; None: `enginehouse.roles.role_plan.default_tolerance`.
         threads: number of threads that numeric libraries use in each process; None: a number that suits the device.
     """
 

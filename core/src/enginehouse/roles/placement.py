@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
@@ -15,7 +15,7 @@ from enginehouse.plugin import RolloutBackend, plugins
 from enginehouse.plugin.capabilities import DEVICE_CHECKSUMS
 from enginehouse.plugin.secrets import insert_variables
 from enginehouse.roles.device_turns import PARAMS, DeviceTurns
-from enginehouse.roles.role_plan import own_processes
+from enginehouse.roles.role_plan import default_tolerance, own_processes
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
@@ -134,6 +134,8 @@ def place(
                 came(f"the engine of {name}")
         sync = None
         if "rollout" in fleets and "actor" in groups:
+            if launch.effect_tolerance is None:
+                launch = replace(launch, effect_tolerance=default_tolerance(roles))
             sync = _connect(launch, roles["rollout"], groups["actor"], fleets["rollout"], probe, stack)
             turns.take_part(sync)
         yield Roles(roles, groups, fleets, turns, sync)

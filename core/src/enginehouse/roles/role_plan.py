@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.plugin.capabilities import COLOCATES
+from enginehouse.weights.effect import QUANTIZED_TOLERANCE, TOLERANCES
 
 if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
@@ -29,6 +30,7 @@ class RolePlan:
         env: environment variables of its processes, as the config has them.
         trained: True if the loop updates the role, so that it has state to save.
         transport: name of the weight transport from the actor; None: the role keeps its own weights.
+        quantizes: True if the engine serves weights in fewer bits than it is sent.
         effect_check_every: number of weight updates from one effect check against the actor to the next; 0: no effect
             checks.
     """
@@ -45,7 +47,15 @@ class RolePlan:
     env: Mapping[str, str] = field(default_factory=dict)
     trained: bool = False
     transport: str | None = None
+    quantizes: bool = False
     effect_check_every: int = 0
+
+
+def default_tolerance(roles: Mapping[str, RolePlan]) -> float:
+    """Return the largest mean difference of logprobs, in nats, that effect checks accept if none is set. It is wider if
+    an engine serves quantized weights."""
+    quantizes = any(role.quantizes for role in roles.values())
+    return QUANTIZED_TOLERANCE if quantizes else TOLERANCES[roles["actor"].model.dtype]
 
 
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:

@@ -42,6 +42,7 @@ OURS = {
     "skip_tokenizer_init": "the tokenizer is loaded if the model has one",
     "custom_weight_loader": "weights come by the run's transport",
     "weight_version": "the run counts the versions",
+    "quantization": "how sglang quantizes the weights of an update has not been tried",
     "enable_lora": "use weights.adapter",
     "max_lora_rank": "use lora.rank of the actor",
     "lora_target_modules": "use lora.targets of the actor",
@@ -114,8 +115,6 @@ class SGLangOptions(SplitRolloutOptions):
             raise ConfigError("servers that run already get whole weights (endpoint)")
         if has_experts(config):
             raise ConfigError("adapters of a mixture of experts have not been tried in sglang")
-        if "quantization" in self.native:
-            raise ConfigError("sglang would quantize its weights again at each update (native.quantization)")
         if adapter.targets != "all-linear":
             check_layers(target.rpartition(".")[2] for target in adapter.targets)
 

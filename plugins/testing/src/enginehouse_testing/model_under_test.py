@@ -13,6 +13,8 @@ from enginehouse.errors import UserError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from enginehouse.roles.role_plan import RolePlan
+
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16"]
@@ -23,7 +25,16 @@ LAYERS_WITHOUT_INSTRUCTIONS = 4
 MEAN_DIFFERENCES: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest mean absolute difference, in nats, between logprobs of two engines that compute in one dtype."""
 
+QUANTIZED_MEAN_DIFFERENCE = 0.5
+"""As `MEAN_DIFFERENCES`, for a rollout engine that serves weights and activations in 8 bits: ten times as much as in
+bfloat16, as measured (`enginehouse.weights.effect.QUANTIZED_TOLERANCE`)."""
+
 PUBLISHED_KL = "published for GPUs in bfloat16: a KL of 0.0015 to 0.003 nats between engines (NeMo-RL)"
+
+
+def mean_difference(rollout: RolePlan) -> float:
+    """Return the largest mean absolute difference, in nats, between logprobs of a trainer and of a rollout."""
+    return QUANTIZED_MEAN_DIFFERENCE if rollout.quantizes else MEAN_DIFFERENCES[rollout.model.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_sampling_params, make_step_seed
 from enginehouse_rl.runs.jsonlines import replace_infinite
 from enginehouse_rl.steps.mismatch import mismatch
-from enginehouse_testing.model_under_test import MEAN_DIFFERENCES
+from enginehouse_testing.model_under_test import mean_difference
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
@@ -194,7 +194,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
         plan: the checked config.
         prompts: number of prompts, from the beginning of the training file. Each prompt gets
             `rollout.samples_per_prompt` samples.
-        tolerance: largest mean absolute difference; None: the value in `MEAN_DIFFERENCES` for the model's dtype.
+        tolerance: largest mean absolute difference; None: the value of `mean_difference` for the rollout.
         model: the model's name in the report; empty: the name of its directory.
 
     Raises:
@@ -232,7 +232,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
         model=model or Path(config.model.path).name,
         dtype=dtype,
         temperature=sampling.temperature,
-        tolerance=MEAN_DIFFERENCES[dtype] if tolerance is None else tolerance,
+        tolerance=mean_difference(plan.roles["rollout"]) if tolerance is None else tolerance,
         found=Parity.of(samples, scored["logprobs"]),
         roles=workers,
     )

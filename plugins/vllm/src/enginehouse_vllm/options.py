@@ -16,6 +16,8 @@ OURS = {
     "model": "use model.path",
     "tokenizer": "use model.path",
     "dtype": "use model.dtype",
+    "quantization": "use the option quantization",
+    "quantization_config": "use the option quantization",
     "trust_remote_code": "use model.trust_remote_code",
     "seed": "use the run's seed",
     "max_model_len": "use the option max_model_tokens",
@@ -71,17 +73,43 @@ class VLLMOptions(SplitRolloutOptions):
         "renormalized: vLLM's own, over the kept tokens only, which are faster and of no use to a trainer.",
     )
 
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="Form in which linear layers are served. fp8: weights of 8 bits with a scale for each output "
+        "channel, which vLLM makes anew from each update, and activations of 8 bits with a scale for each token. Needs "
+        "model.dtype=bfloat16. On a GPU it has not been run yet.",
+    )
     openai_endpoint: Literal["loopback", "node"] | None = Field(
         None,
         description="Endpoint that also serves the model to OpenAI clients, at a free port. loopback: at 127.0.0.1; "
         "node: at the node's address, which other machines on the network can reach. Unset: no endpoint.",
     )
 
+    def quantizes(self) -> bool:
+        return self.quantization != "none"
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        if self.quantizes() and dtype != "bfloat16":
+            raise ConfigError(
+                f"quantization={self.quantization}: vllm quantizes weights of bfloat16, not of {dtype}: set "
+                "model.dtype=bfloat16 or quantization=none"
+            )
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        super().check_model(config)
+        if self.quantizes() and has_experts(config):
+            raise ConfigError(
+                f"quantization={self.quantization}: a mixture of experts has not been tried in 8 bits; set "
+                "quantization=none"
+            )
+
     def check_adapter(self, adapter: LoraOptions, config: Mapping[str, Any], device: Device, dtype: str) -> None:
         if adapts_output(adapter):
             raise ConfigError("it adapts the output layer (lora.targets)")
         if adapter.rank > MOST_RANK:
             raise ConfigError(f"its rank is above {MOST_RANK}")
+        if self.quantizes():
+            raise ConfigError("its weights are quantized (quantization)")
         if device == "cpu" and has_experts(config):
             raise ConfigError("a mixture of experts with an adapter ends vllm's CPU build at the first token")
         if device == "cuda" and dtype == "float32":
@@ -106,10 +134,17 @@ class VLLMOptions(SplitRolloutOptions):
             cache_mib=self.kv_cache_mib,
             cpu_cache_mib=CPU_KV_CACHE_MIB,
             process=PROCESS_BYTES,
+            block_itemsize=1 if self.quantizes() else None,
         )
 
     def surprises(self) -> Sequence[str]:
         notes = []
+        if self.quantizes():
+            notes.append(
+                f"quantization is {self.quantization}: the rollout's logprobs differ from the trainer's by more than "
+                "rounding. Set the loss's importance_cap with algorithm.old_logprobs=actor, which corrects for this, "
+                "and watch mismatch/*"
+            )
         if self.truncated_logprobs == "renormalized":
             notes.append(
                 "truncated_logprobs is renormalized: with top_p or top_k the rollout's logprobs are those within the "

@@ -24,6 +24,9 @@ GPU's memory is free. The rest holds what other roles cannot free: contexts of C
 TRUNCATION = "enginehouse_vllm.truncation"
 """Module that vLLM loads in its own processes, by this name."""
 
+QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+"""vLLM's names of quantizations."""
+
 CPU_WORKER = "enginehouse_vllm.cpu_worker.SleepingCPUWorker"
 """Class that vLLM makes in its own processes, by this name."""
 
@@ -89,6 +92,8 @@ def engine_arguments(
         arguments["worker_extension_cls"] = f"{TRUNCATION}.WorkerExtension"
     if options.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray worker vLLM would take Ray, on CPU in vain
+    if options.quantizes():
+        arguments["quantization"] = QUANTIZATIONS[options.quantization]
     if options.max_model_tokens is not None:
         arguments["max_model_len"] = options.max_model_tokens
     if context.device == "cpu":

@@ -18,6 +18,7 @@ from enginehouse.errors import listed
 from enginehouse.weights.read_back import ReadBack
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
+from enginehouse_vllm.quantized import QuantizedLayers
 from enginehouse_vllm.reload_repairs import (
     Shared,
     abandon_reload,
@@ -75,6 +76,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     _source = StagedSource()
     _shared: Shared = ()
     _loaded: set[int] | None = None
+    _quantized = QuantizedLayers()
 
     def init_transfer_engine(self, init_info: MemoryInit) -> None:
         self._reporter = Reporter(init_info.reports, self.parallel_config.rank)
@@ -100,10 +102,11 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
 
     def _load(self) -> None:
         self._shared = shared_parameters(self.model)
+        self._quantized = QuantizedLayers()
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
         try:
-            with self._read_back.watch():
+            with self._read_back.watch(), self._quantized.watch(self.model):
                 self.model.load_weights(self._read_back.follow(self._source))
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
@@ -121,7 +124,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         if loaded is None:
             return None
         try:
-            with self._read_back.watch():
+            with self._read_back.watch(), self._quantized.watch(self.model):
                 finalize_layerwise_reload(self.model, self.model_config)
                 repack_tied(shared, loaded)
         except BaseException:
@@ -129,4 +132,5 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
             raise
         read = None if source.directory else self._read_back.compare(self.model, source, packed_parameters(self.model))
         source.close()
+        self._quantized.compare(self.model)
         return read

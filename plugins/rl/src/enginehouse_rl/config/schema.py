@@ -654,7 +654,7 @@ class WeightsConfig(Section):
         default=None,
         gt=0,
         description="Largest mean absolute difference of log-probabilities that is accepted, in nats. Unset: 0.02 in "
-        "float32, 0.2 in bfloat16.",
+        "float32, 0.2 in bfloat16, 1.5 if the rollout engine serves quantized weights.",
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.roles.launch import Launch
-from enginehouse.weights.effect import TOLERANCES
+from enginehouse.roles.role_plan import default_tolerance
 from enginehouse_rl.benchmarks.names import BENCHMARKS
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, SFTConfig
 from enginehouse_rl.plan.benchmarks import BenchmarkPlan
@@ -201,9 +201,9 @@ class Plan(PlayPlan):
 
     @property
     def effect_tolerance(self) -> float:
-        """Tolerance of effect checks in nats: `weights.effect_tolerance` or, if unset, the default for the dtype."""
+        """Tolerance of effect checks in nats: `weights.effect_tolerance` or, if unset, the default."""
         tolerance = self.config.weights.effect_tolerance
-        return TOLERANCES[self.roles["actor"].model.dtype] if tolerance is None else tolerance
+        return default_tolerance(self.roles) if tolerance is None else tolerance
 
     @property
     def launch(self) -> Launch:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from enginehouse_rl.runs.jsonlines import read_whole_lines
 from enginehouse_testing.matrix.combination import Combination, Planned, Setting
 from enginehouse_testing.matrix.task import PROMPTS_A_STEP, SAMPLES_A_PROMPT
-from enginehouse_testing.model_under_test import MEAN_DIFFERENCES
+from enginehouse_testing.model_under_test import mean_difference
 
 Outcome = Literal["ran", "failed", "refused"]
 
@@ -106,7 +106,7 @@ def ran(combination: Combination, setting: Setting, planned: Planned, directory:
     """Return the row of a run that ended with exit code 0; `facts` are additional fields of the row."""
     read = figures(read_whole_lines(directory / "metrics.jsonl"))
     reason = "the run's metrics lack a figure, or it is not finite" if read is None else ""
-    most = MEAN_DIFFERENCES[planned.plan.roles["actor"].model.dtype]
+    most = mean_difference(planned.plan.roles["rollout"])
     if read is not None and not read.mean_difference <= most:
         reason = f"the engines' logprobs are {read.mean_difference:.2g} nats apart on average, more than {most:g}"
     row = failed(combination, setting, planned, reason, figures=read, **facts)

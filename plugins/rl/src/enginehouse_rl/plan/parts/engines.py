@@ -102,6 +102,7 @@ class RoleEngine:
             model=self.run.model_spec(path),
             processes=processes,
             gpus=self.gpus,
+            quantizes=isinstance(self.typed, RolloutOptions) and self.typed.quantizes(),
             interpreter=self.interpreter,
             env=self.section.env,
         )
