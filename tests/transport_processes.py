@@ -17,7 +17,6 @@ from enginehouse.weights.checksums import checksum
 from enginehouse.weights.parts import held_by, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.lookup import load_transport
-from enginehouse_transports.point_to_point import PointToPointTransport
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["pytest", "torch", "enginehouse_transports.point_to_point"])
@@ -111,7 +110,7 @@ class Source:
 
 def train(plan, rank, pipe):
     """A training rank: sends an update for each version it is told."""
-    session = PointToPointTransport().connect(plan, "send", rank)
+    session = connected(plan, "send", rank)
     pipe.send(address_of(session, "localhost"))
     while version := pipe.recv():
         try:
@@ -123,7 +122,7 @@ def train(plan, rank, pipe):
 
 def replica(plan, index, pipe):
     """A replica: answers with what arrived, and the checksums of the parts it came in."""
-    session = PointToPointTransport().connect(plan, "recv", index)
+    session = connected(plan, "recv", index)
     while version := pipe.recv():
         found, sums = {}, {}
         try:

@@ -38,7 +38,7 @@ from enginehouse_transports.point_to_point import (
     PointToPointTransport,
 )
 from enginehouse_transports.resharding import Move
-from enginehouse_transports.streams import WHOLE, Heading
+from enginehouse_transports.streams import HEADING_BYTES, WHOLE, Heading
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class DifferencesTransport(PointToPointTransport):
         senders: int = 1,
         targets: Sequence[ParamMeta] = (),
     ) -> TransferPlan:
-        """Plan a transfer; see `PointToPointTransport`. How many bytes an update moves is not known before."""
+        """Plan a transfer; see `PointToPointTransport`. How many bytes an update moves is not known before it."""
         plan = super().prepare(parameters, receivers, session, bucket_bytes, senders, targets)
         return replace(plan, bytes_moved=None, bytes_minimum=None)
 
@@ -223,17 +223,22 @@ class DifferencesReceiver(PointToPointReceiver):
 
     A place in memory is written by one rank alone, in the order in which the rank sends. So late bytes of a failed
     update are never written over those of a later update, although both may use the same memory.
+
+    Attributes:
+        bytes_arrived: see `CountingSession`.
     """
 
     _arrival: AreaArrival | None
 
     def __init__(self, plan: TransferPlan, index: int):
+        self.bytes_arrived = 0
         self._index = index
         self._areas: list[Area] = []  # that of the newest update, then those that are held
         self._refused: tuple[int, WeightSyncError] | None = None  # the last refused update, and the reason
         super().__init__(plan, index)
 
     def _expect(self, version: int, before: Arrival | None) -> Arrival:
+        self.bytes_arrived = 0
         left = [len(moves) for moves in self._moves_in]
         area = next((area for area in self._areas if not area.is_held), None)
         if area is None:
@@ -273,8 +278,12 @@ class DifferencesReceiver(PointToPointReceiver):
         return torch.empty(heading.nbytes, dtype=torch.uint8)
 
     def _note_arrival(self, heading: Heading, content: torch.Tensor) -> None:
-        arrival = self._arrival
-        if heading.base != WHOLE and arrival is not None and arrival.version == heading.version:
+        with self._barrier.changed:
+            arrival = self._arrival
+            if arrival is None or arrival.version != heading.version:
+                return
+            self.bytes_arrived += HEADING_BYTES + heading.nbytes
+        if heading.base != WHOLE:
             move = self._moves[heading.move]
             target = self._view(move, arrival.buckets[heading.bucket])
             if arrival.unchanged is not arrival.buckets:
