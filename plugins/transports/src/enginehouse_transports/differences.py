@@ -93,7 +93,7 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
     before, after = as_integers(old).view(-1), as_integers(new).view(-1)
     chosen = before != after
     chosen[FARTHEST - 1 :: FARTHEST] = True
-    if 2 * int(chosen.sum()) * (new.itemsize + 1) >= new.nbytes:
+    if 2 * int(chosen.count_nonzero()) * (new.itemsize + 1) >= new.nbytes:
         return None
     places = chosen.nonzero().view(-1)
     skipped = places.diff(prepend=places.new_tensor([-1])) - 1
