@@ -106,6 +106,7 @@ def test_every_backend_is_combined_with_every_other_by_every_transport(own):
         TORCH,
         Combination("torch", "torch", "collective"),
         Combination("torch", "torch", "point_to_point"),
+        Combination("torch", "torch", "differences"),
     ]
     assert combinations(own, {"transport": ["shared_memory"]}) == [TORCH]
 
