@@ -142,7 +142,8 @@ class WeightConnection:
             compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, with assembled parts,")
         self.generating = all(sums.generating for sums in arrived)
         counted = [sums.bytes_arrived for sums in arrived if sums.bytes_arrived is not None]
-        self.bytes_moved = sum(counted) if counted else self.plan and self.plan.bytes_moved
+        planned = None if self.plan is None else self.plan.bytes_moved
+        self.bytes_moved = sum(counted) if counted else planned
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:

@@ -110,15 +110,17 @@ def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connec
 
 
 def _note_own_memory() -> None:
-    create: Any = getattr(os, "memfd_create", None)  # only Linux has it
+    """From now on, note which memory without a name this process makes."""
+    if sys.platform != "linux":  # no other system has such memory
+        return
+    create = os.memfd_create
 
-    def create_own(*arguments: Any) -> int:
-        descriptor: int = create(*arguments)
+    def create_own(name: str, flags: int = os.MFD_CLOEXEC) -> int:
+        descriptor = create(name, flags)
         _own_memory.add(os.fstat(descriptor).st_ino)
         return descriptor
 
-    if create is not None:
-        os.memfd_create = create_own
+    os.memfd_create = create_own
 
 
 def _refuse_shared(event: str, arguments: tuple[Any, ...]) -> None:
