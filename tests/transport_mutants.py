@@ -5,7 +5,8 @@ import torch
 from enginehouse.engines.weights import WeightChunk, WeightSyncError
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
-from enginehouse_transports.point_to_point import PointToPointTransport
+from enginehouse_transports.differences import DifferencesReceiver, DifferencesTransport
+from enginehouse_transports.point_to_point import PointToPointReceiver, PointToPointTransport
 
 LEFT = []
 """Segments that `SegmentLeft` did not remove."""
@@ -195,6 +196,17 @@ class PartsUnsaid(PartsMutant):
         def recv(self, version, deadline_seconds):
             for chunk in self.right.recv(version, deadline_seconds):
                 yield WeightChunk(chunk.tensors)
+
+
+class ChangesLost(DifferencesTransport):
+    """Drops the changes of a part that was not sent whole."""
+
+    class Receiver(DifferencesReceiver):
+        def _note_arrival(self, heading, content):
+            PointToPointReceiver._note_arrival(self, heading, content)
+
+    def connect(self, plan, side, index):
+        return self.Receiver(plan, index) if side == "recv" else super().connect(plan, side, index)
 
 
 class SegmentLeft(SharedMemoryTransport):

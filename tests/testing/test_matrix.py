@@ -106,6 +106,7 @@ def test_every_backend_is_combined_with_every_other_by_every_transport(own):
         TORCH,
         Combination("torch", "torch", "collective"),
         Combination("torch", "torch", "point_to_point"),
+        Combination("torch", "torch", "differences"),
     ]
     assert combinations(own, {"transport": ["shared_memory"]}) == [TORCH]
 
@@ -179,7 +180,13 @@ def test_a_bad_name_ends_the_command_with_2_before_anything_is_made(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("transport", "colocated"),
-    [("inproc", True), ("shared_memory", False), ("collective", False), ("point_to_point", False)],
+    [
+        ("inproc", True),
+        ("shared_memory", False),
+        ("collective", False),
+        ("point_to_point", False),
+        ("differences", False),
+    ],
 )
 def test_roles_share_processes_where_the_transport_reaches_no_further(own, config, tmp_path, transport, colocated):
     found = planned(own, Combination("torch", "torch", transport), SETTING, config, tmp_path / "run")

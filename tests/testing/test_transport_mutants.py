@@ -30,6 +30,7 @@ MUTANTS = [
     ("SegmentLeft", {"nothing_left"}),
     ("PartsMisplaced", {"several_ranks"}),
     ("PartsUnsaid", {"several_ranks"}),
+    ("ChangesLost", {"exact", "held"}),
 ]
 
 
@@ -38,6 +39,7 @@ REACHES = {
     "SegmentLeft": "same_host",
     "PartsMisplaced": "cross_host",
     "PartsUnsaid": "cross_host",
+    "ChangesLost": "cross_host",
 }
 """Of mutants of other transports than `inproc`."""
 

@@ -27,18 +27,25 @@ from transport_weights import MODEL, bytes_of, metadata, random_weights
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse_transports import point_to_point, streams
+from enginehouse_transports.differences import DifferencesTransport
 from enginehouse_transports.point_to_point import PointToPointTransport, plan_moves
 
 
-def planned(parameters, receivers, senders, targets=()):
-    return PointToPointTransport().prepare(parameters, receivers, uuid.uuid4().hex, 512, senders, targets)
+@pytest.fixture(params=[PointToPointTransport, DifferencesTransport], ids=["point_to_point", "differences"])
+def transport(request):
+    return request.param()
+
+
+def planned(parameters, receivers, senders, targets=(), transport=None):
+    transport = transport or PointToPointTransport()
+    return transport.prepare(parameters, receivers, uuid.uuid4().hex, 512, senders, targets)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2)], ids=["tp2 x pp2", "tp2 x dp2"])
-def test_parts_of_four_ranks_arrive_whole_at_two_replicas_bit_for_bit(layout):
+def test_parts_of_four_ranks_arrive_whole_at_two_replicas_bit_for_bit(layout, transport):
     parameters = stages(*layout)
-    with running(planned(parameters, 2, 4)) as (ranks, replicas):
+    with running(planned(parameters, 2, 4, transport=transport)) as (ranks, replicas):
         for version in range(1, UPDATES + 1):
             arrived, sent = updated(ranks, replicas, version)
             assert [found for found, _ in arrived] == [bytes_of(wholes(version))] * 2
@@ -46,13 +53,13 @@ def test_parts_of_four_ranks_arrive_whole_at_two_replicas_bit_for_bit(layout):
             assert_sums_agree(arrived, sent)
 
 
-def test_replicas_that_split_weights_otherwise_get_their_own_parts():
+def test_replicas_that_split_weights_otherwise_get_their_own_parts(transport):
     parameters = stages()
     splits = ("S1", "S0", "S0", "R", "S1", "S0", "S1", "S0")
     targets = [
         replace(meta, owners=(0, 1, 2), mesh_shape=(3,), placements=(split,)) for meta, split in zip(parameters, splits)
     ]
-    plan = planned(parameters, 3, 4, targets)
+    plan = planned(parameters, 3, 4, targets, transport)
     with running(plan) as (ranks, replicas):
         for version in range(1, UPDATES + 1):
             arrived, sent = updated(ranks, replicas, version)
@@ -60,6 +67,7 @@ def test_replicas_that_split_weights_otherwise_get_their_own_parts():
             for index, (found, _) in enumerate(arrived):
                 assert found == bytes_of({meta.name: part(weights[meta.name], meta, index) for meta in targets})
             assert_sums_agree(arrived, sent)
+    plan = planned(parameters, 3, 4, targets)
     assert plan.bytes_minimum < 3 * sum(meta.nbytes for meta in parameters) / 2
 
 
@@ -117,8 +125,8 @@ def test_a_bucket_is_laid_out_once_however_many_parts_come(monkeypatch):
     assert laid_out == [len(bucket) for bucket in plan.buckets]
 
 
-def test_a_rank_that_is_killed_fails_the_replicas_by_its_number_and_the_other_ranks():
-    with running(planned(stages(), 2, 4)) as (ranks, replicas):
+def test_a_rank_that_is_killed_fails_the_replicas_by_its_number_and_the_other_ranks(transport):
+    with running(planned(stages(), 2, 4, transport=transport)) as (ranks, replicas):
         updated(ranks, replicas, 1)
         gone, _ = ranks.pop(2)
         for _, other in [*ranks, *replicas]:
@@ -137,9 +145,9 @@ def failing(plan, rank, version):
         yield given
 
 
-def test_a_rank_that_fails_alone_ends_the_update_of_the_others_at_once():
-    plan = planned(stages(), 1, 4)
-    connect = PointToPointTransport().connect
+def test_a_rank_that_fails_alone_ends_the_update_of_the_others_at_once(transport):
+    plan = planned(stages(), 1, 4, transport=transport)
+    connect = transport.connect
     ranks = [connect(plan, "send", rank) for rank in range(4)]
     receiver = connect(plan.reached([address_of(session, "localhost") for session in ranks]), "recv", 0)
 
@@ -161,8 +169,8 @@ def test_a_rank_that_fails_alone_ends_the_update_of_the_others_at_once():
         session.close()
 
 
-def test_a_replica_that_is_killed_fails_the_ranks_by_its_number_and_the_other_replica():
-    with running(planned(stages(), 2, 4)) as (ranks, replicas):
+def test_a_replica_that_is_killed_fails_the_ranks_by_its_number_and_the_other_replica(transport):
+    with running(planned(stages(), 2, 4, transport=transport)) as (ranks, replicas):
         updated(ranks, replicas, 1)
         gone, _ = replicas.pop(1)
         gone.kill()
@@ -175,10 +183,11 @@ def test_a_replica_that_is_killed_fails_the_ranks_by_its_number_and_the_other_re
         assert isinstance(replicas[0][1].recv(), WeightUpdateAborted)
 
 
-def one_pair(weights, bucket_bytes=512):
+def one_pair(weights, bucket_bytes=512, transport=None):
     """A rank and a replica in this process."""
-    plan = PointToPointTransport().prepare(metadata(weights), 1, uuid.uuid4().hex, bucket_bytes)
-    sender = PointToPointTransport().connect(plan, "send", 0)
+    transport = transport or PointToPointTransport()
+    plan = transport.prepare(metadata(weights), 1, uuid.uuid4().hex, bucket_bytes)
+    sender = transport.connect(plan, "send", 0)
     return sender, plan.reached([address_of(sender, "localhost")])
 
 
@@ -196,11 +205,11 @@ def test_a_replica_that_stands_still_with_full_connections_ends_at_the_deadline_
         sender.close()
 
 
-def test_what_is_late_of_an_update_that_failed_does_not_reach_the_next():
+def test_what_is_late_of_an_update_that_failed_does_not_reach_the_next(transport):
     """The first update fails with buckets on their way; other weights of the same places come right after it."""
     first, second = random_weights(MODEL, 1), random_weights(MODEL, 2)
-    sender, plan = one_pair(first)
-    receiver = PointToPointTransport().connect(plan, "recv", 0)
+    sender, plan = one_pair(first, transport=transport)
+    receiver = transport.connect(plan, "recv", 0)
     with ThreadPoolExecutor(1) as threads:
         for version in range(1, 20, 2):
             sending = threads.submit(sender.send, version, iter(first.items()), SECONDS)

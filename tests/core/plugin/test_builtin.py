@@ -18,7 +18,7 @@ def test_core_declares_these_and_no_others():
     assert names == {
         "train": [],
         "rollout": [],
-        "transport": ["inproc", "shared_memory", "collective", "point_to_point"],
+        "transport": ["inproc", "shared_memory", "collective", "point_to_point", "differences"],
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
         "advantage": [
             *("distillation", "gae", "gdpo", "gpg", "grpo", "opo", "process_rewards"),

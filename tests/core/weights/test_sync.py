@@ -12,7 +12,7 @@ from enginehouse.weights.effect import QUANTIZED_TOLERANCE, TOLERANCES
 from . import faults
 from .roles_for_tests import DEMONSTRATIONS, GREEDY, PROMPTS, open_house
 
-TRANSPORTS = ["inproc", "shared_memory", "point_to_point"]
+TRANSPORTS = ["inproc", "shared_memory", "point_to_point", "differences"]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -37,6 +37,15 @@ def test_after_an_update_the_rollout_computes_what_the_trainer_computes(house):
         trained = house.actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"]
         for row, served in enumerate(house.rollout.score(sequences)[0]):
             assert served == pytest.approx(trained[row].tolist(), abs=2e-4)
+
+
+def test_a_report_says_what_was_sent_where_updates_differ():
+    with open_house("differences") as house:
+        sync = house.connect()
+        first, again = sync.publish(1), sync.publish(2)
+        assert first.bytes_moved > first.nbytes
+        assert again.bytes_moved < 0.1 * again.nbytes, "nothing has changed"
+        assert (first.bytes_minimum, again.bytes_minimum) == (None, None)
 
 
 def test_samples_say_which_version_drew_them(house):

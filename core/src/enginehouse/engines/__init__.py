@@ -35,6 +35,7 @@ from enginehouse.engines.train import (
     merge_metrics,
 )
 from enginehouse.engines.weights import (
+    CountingSession,
     HostMemory,
     LendingSession,
     ListeningSession,
@@ -56,6 +57,7 @@ from enginehouse.engines.weights import (
 __all__ = [
     "ALL",
     "Completion",
+    "CountingSession",
     "Endpoint",
     "FinishReason",
     "GenerateRequest",

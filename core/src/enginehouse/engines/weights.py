@@ -227,11 +227,13 @@ class ArrivedSums:
         sent: `checksum` of each part by the name under which the senders return the part's checksum. A whole parameter
             is one part.
         generating: True if the replica was not paused, and generates with the old weights until the switch.
+        bytes_arrived: bytes that the update sent to the replica, if its transport counts them (`CountingSession`).
     """
 
     parameters: Mapping[str, str]
     sent: Mapping[str, str]
     generating: bool = False
+    bytes_arrived: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ class TransferPlan:
         senders: number of training ranks.
         targets: `parameters` as the receivers shall hold them, with receiver numbers as `owners`. Empty: each receiver
             holds all of them whole.
-        bytes_moved: bytes that an update sends to all receivers together; None if unknown.
+        bytes_moved: bytes that an update sends to all receivers together; None if unknown, or if updates differ.
         bytes_minimum: least possible `bytes_moved`, if no two receivers share memory; None if unknown.
         addresses: `host:port` of each training rank, to which receivers connect; empty if receivers do not connect
             (`ListeningSession`).
@@ -408,6 +410,17 @@ class PartsSession(Protocol):
     """
 
     sends_parts: bool
+
+
+@runtime_checkable
+class CountingSession(Protocol):
+    """A receiving side that counts bytes, because no plan can tell them. Optional for a transport. Since 1.1.
+
+    Attributes:
+        bytes_arrived: bytes that the last update sent to this side.
+    """
+
+    bytes_arrived: int
 
 
 @runtime_checkable

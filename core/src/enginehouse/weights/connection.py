@@ -50,6 +50,7 @@ class WeightConnection:
     Attributes:
         receivers: replicas of the current or the last connection.
         nbytes: size of the weights in bytes, each parameter counted once.
+        bytes_moved: bytes that the last update sent to all replicas, if known.
         in_flight: calls of the current transfer, to the trainer and to the replicas.
         generating: True if all replicas generated during the last transfer.
         grace: number of seconds by which the controller waits longer than the workers.
@@ -72,6 +73,7 @@ class WeightConnection:
         self.receivers: Members | None = None
         self.plan: TransferPlan | None = None
         self.nbytes = 0
+        self.bytes_moved: int | None = None
         self.in_flight: tuple[Future | Gathered, ...] = ()
         self.generating = False
 
@@ -141,6 +143,9 @@ class WeightConnection:
             compare_checksums(sent, sums.sent, name)
             compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, with assembled parts,")
         self.generating = all(sums.generating for sums in arrived)
+        counted = [sums.bytes_arrived for sums in arrived if sums.bytes_arrived is not None]
+        planned = None if self.plan is None else self.plan.bytes_moved
+        self.bytes_moved = sum(counted) if counted else planned
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:

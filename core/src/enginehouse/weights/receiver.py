@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from enginehouse.engines.rollout import GenerateResult, PauseMode, RolloutEngine
 from enginehouse.engines.weights import (
     ArrivedSums,
+    CountingSession,
     TransferPlan,
     TransportSession,
     WeightChunk,
@@ -137,7 +138,8 @@ class WeightReceiver:
             await self._engine.update_weights(chunk)
             limit.reschedule(asyncio.get_running_loop().time() + self._pausing[1])
         self._staged = WeightState(version, sums)
-        return ArrivedSums(parameters=sums, sent=sent, generating=not pauses)
+        counted = self._session.bytes_arrived if isinstance(self._session, CountingSession) else None
+        return ArrivedSums(parameters=sums, sent=sent, generating=not pauses, bytes_arrived=counted)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)

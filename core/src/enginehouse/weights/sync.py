@@ -278,7 +278,7 @@ class WeightSync:
         self._effect.note_update(changed, effect is not None)
         self._served = version, sent
         plan, nbytes, least = self._connection.plan, self._connection.nbytes, self._effect.least_taken
-        moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
+        moved = (None, None) if plan is None else (self._connection.bytes_moved, plan.bytes_minimum)
         return SyncReport(version, time.perf_counter() - called, stopped, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:

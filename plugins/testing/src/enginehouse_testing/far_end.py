@@ -29,6 +29,9 @@ machine."""
 SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
 """Paths that processes of one host share."""
 
+_own_memory: set[int] = set()
+"""Inodes of the memory without a name that a process apart from its host has made itself."""
+
 
 def send_elsewhere(link: Link, weights: Weights, another_host: bool) -> str:
     """Send weights to receivers in another process, and describe what goes wrong; empty if nothing does.
@@ -91,6 +94,7 @@ def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Con
 
 def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connection) -> None:
     if another_host:
+        _note_own_memory()
         sys.addaudithook(_refuse_shared)
     try:
         transport = resolve(link.record.transport)()
@@ -105,10 +109,24 @@ def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connec
         answers.send(f"the receivers, in another process: {type(error).__name__}: {error}")
 
 
+def _note_own_memory() -> None:
+    """From now on, note which memory without a name this process makes."""
+    if sys.platform != "linux":  # no other system has such memory
+        return
+    create = os.memfd_create
+
+    def create_own(name: str, flags: int = os.MFD_CLOEXEC) -> int:
+        descriptor = create(name, flags)
+        _own_memory.add(os.fstat(descriptor).st_ino)
+        return descriptor
+
+    os.memfd_create = create_own
+
+
 def _refuse_shared(event: str, arguments: tuple[Any, ...]) -> None:
     """Refuse to open or map what another host cannot see."""
     path = arguments[0] if event == "open" else ""
-    if event == "mmap.__new__" and arguments[0] >= 0:
+    if event == "mmap.__new__" and arguments[0] >= 0 and os.fstat(arguments[0]).st_ino not in _own_memory:
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{arguments[0]}")
     shared = SHARED.match(path) if isinstance(path, str) else None

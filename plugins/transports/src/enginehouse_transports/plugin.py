@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import CROSS_HOST
 
@@ -18,3 +20,12 @@ def enginehouse_register_transports(register):
             capabilities={CROSS_HOST},
         )
     )
+    if sys.platform == "linux":  # only Linux can open memory without a name
+        register(
+            Transport(
+                name="differences",
+                summary="Between hosts with slow links, as point_to_point, but only the elements that changed",
+                transport="enginehouse_transports.differences:DifferencesTransport",
+                capabilities={CROSS_HOST},
+            )
+        )

@@ -25,7 +25,7 @@ from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Rendezvous, join, join_stream
 from enginehouse_transports.resharding import Move, ReshardPlan, index_within, plan_reshard
-from enginehouse_transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
+from enginehouse_transports.streams import HEADING_BYTES, WHOLE, Heading, PartReceiver, PartSender
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 
 class PointToPointTransport:
-    """Sends each part of a parameter from one training rank that holds it to each rollout replica."""
+    """Sends each part of a parameter from one training rank that holds it to each rollout replica.
+
+    Attributes:
+        name: name of the transport in its plans.
+    """
+
+    name = "point_to_point"
 
     def prepare(
         self,
@@ -50,7 +56,7 @@ class PointToPointTransport:
         Args:
             targets: the parameters in the receivers' layout; empty if receivers hold whole parameters.
         """
-        plan = plan_transfer("point_to_point", parameters, receivers, session, bucket_bytes, senders)
+        plan = plan_transfer(self.name, parameters, receivers, session, bucket_bytes, senders)
         plan = replace(plan, targets=tuple(targets))
         reshard = plan_moves(plan)
         bytes_moved = reshard.bytes_moved + HEADING_BYTES * len(reshard.moves)
@@ -137,18 +143,24 @@ class PointToPointSender(Sender):
             bucket = self._bucket_of[index]
             self._wait_taken(version, bucket - AHEAD + 1, deadline)  # before the next is gathered
             _, tensor = next(announced)
-            leaving: dict[Region, torch.Tensor] = {}
+            leaving: dict[Region, tuple[int, torch.Tensor]] = {}
             for number, move in moves:
                 if move.region not in leaving:
                     piece = tensor.detach()[index_within(move.region, part)].to("cpu").contiguous()
-                    leaving[move.region] = piece
-                    sums[part_name(parameter, move.region)] = checksum(piece)
-                heading = Heading(version, bucket, number, move.nbytes)
-                self._part_senders[move.target].put(heading, leaving[move.region])
+                    name = part_name(parameter, move.region)
+                    leaving[move.region] = self._pack(name, piece)
+                    sums[name] = checksum(piece)
+                base, packed = leaving[move.region]
+                heading = Heading(version, bucket, number, packed.nbytes, base)
+                self._part_senders[move.target].put(heading, packed)
         for _ in announced:  # raises if there is more than was planned
             pass
         self._wait_taken(version, len(self._plan.buckets), deadline)
         return sums
+
+    def _pack(self, name: str, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Return what to send of a piece, contiguous in host memory, and the version whose bytes it changes."""
+        return WHOLE, piece
 
     def _wait_taken(self, version: int, buckets: int, deadline: Deadline) -> None:
         """Wait until every receiver has taken this many buckets."""
@@ -181,6 +193,7 @@ class Arrival:
         begun: ranks that have begun to send the update.
         buckets: for each bucket, its tensors by name, which all share the memory of `AHEAD` buckets.
         left: for each bucket, the number of moves that have not arrived.
+        taken: number of buckets that the replica has taken.
     """
 
     def __init__(self, version: int, buckets: Sequence[dict[str, torch.Tensor]], left: Sequence[int]):
@@ -188,6 +201,7 @@ class Arrival:
         self.begun: set[int] = set()
         self.buckets = buckets
         self.left = list(left)
+        self.taken = 0
 
     @property
     def whole(self) -> bool:
@@ -256,15 +270,18 @@ class PointToPointReceiver(Receiver):
         """Record that a rank has begun an update, and return its arrival; None if a newer update has begun. The caller
         holds `changed`."""
         if version > self._barrier.begun:
-            before = self._arrival
-            # Late bytes of a failed update may still arrive in its buckets.
-            buckets = before.buckets if before is not None and before.whole else self._make_buckets()
-            self._arrival = Arrival(version, buckets, [len(moves) for moves in self._moves_in])
+            self._arrival = self._expect(version, self._arrival)
             self._barrier.begun = version
         if version < self._barrier.begun or self._arrival is None:
             return None
         self._arrival.begun.add(rank)
         return self._arrival
+
+    def _expect(self, version: int, before: Arrival | None) -> Arrival:
+        """Return the arrival of an update that begins after the update `before`. The caller holds `changed`."""
+        # Late bytes of a failed update may still arrive in its buckets.
+        buckets = before.buckets if before is not None and before.whole else self._make_buckets()
+        return Arrival(version, buckets, [len(moves) for moves in self._moves_in])
 
     def _make_buckets(self) -> list[dict[str, torch.Tensor]]:
         """Allocate room for `AHEAD` buckets, and return each bucket's tensors in it."""
@@ -291,16 +308,27 @@ class PointToPointReceiver(Receiver):
     def _find_room(self, rank: int, heading: Heading) -> torch.Tensor | None:
         """Return the tensor for the next bytes; None if they belong to an older update."""
         move = self._moves.get(heading.move)
-        if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
+        if move is None or move.source != rank or not self._fits(heading, move):
             raise ValueError(f"training rank {rank} sent a part that the plan does not have: {heading}")
         with self._barrier.changed:
             arrival = self._begin(rank, heading.version)
-            if arrival is None:
-                return None
-            tensor = arrival.buckets[heading.bucket][self._plan.parameters[move.parameter].name]
+        return None if arrival is None else self._place(heading, move, arrival)
+
+    def _fits(self, heading: Heading, move: Move) -> bool:
+        """Return True if the bytes behind a heading can be those of a move."""
+        return (heading.nbytes, heading.base) == (move.nbytes, WHOLE)
+
+    def _place(self, heading: Heading, move: Move, arrival: Arrival) -> torch.Tensor | None:
+        """Return the tensor for the bytes behind a heading; None to drop them."""
+        return self._view(move, arrival.buckets[heading.bucket])
+
+    def _view(self, move: Move, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the part of a bucket's tensors that a move brings."""
+        tensor = tensors[self._plan.parameters[move.parameter].name]
         return tensor[index_within(move.region, self._held[move.parameter])]
 
-    def _note_arrival(self, heading: Heading) -> None:
+    def _note_arrival(self, heading: Heading, content: torch.Tensor) -> None:
+        """Record that `content` has the bytes behind a heading."""
         with self._barrier.changed:
             if self._arrival is not None and self._arrival.version == heading.version:
                 self._arrival.left[heading.bucket] -= 1
@@ -313,6 +341,8 @@ class PointToPointReceiver(Receiver):
             yield WeightChunk(list(tensors.items()), parts=self._find_parts(bucket, tensors))
             with self._barrier.changed:
                 self._barrier.check_newest(version)
+                if self._arrival is not None:
+                    self._arrival.taken = bucket + 1
                 self._send_all({"version": version, "taken": bucket + 1})
         with self._barrier.changed:  # all that a sender said before its note has arrived, so no abort is missed
             self._barrier.check_newest(version)
@@ -358,8 +388,7 @@ class PointToPointReceiver(Receiver):
         for number in self._moves_in[bucket]:
             move = self._moves[number]
             parameter = self._plan.parameters[move.parameter]
-            view = tensors[parameter.name][index_within(move.region, self._held[move.parameter])]
-            parts[parameter.name].append((part_name(parameter, move.region), view))
+            parts[parameter.name].append((part_name(parameter, move.region), self._view(move, tensors)))
         return {name: pieces for name, pieces in parts.items() if [piece for piece, _ in pieces] != [name]}
 
     def _send_all(self, message: dict[str, Any]) -> None:

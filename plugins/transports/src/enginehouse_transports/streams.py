@@ -18,21 +18,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEADING = struct.Struct("<qqqq")
+HEADING = struct.Struct("<qqqqq")
 
 HEADING_BYTES = HEADING.size
+
+WHOLE = -1
+"""Base of a part whose bytes are all sent."""
 
 DROPPED_BYTES = 1 << 20
 """Bytes to read at once of a part that is dropped."""
 
 
 class Heading(NamedTuple):
-    """Heading of a part: version and bucket of the update, number of the move in the plan, and bytes that follow."""
+    """Heading of a part: version and bucket of the update, number of the move in the plan, bytes that follow, and the
+    version whose bytes they change, or `WHOLE`."""
 
     version: int
     bucket: int
     move: int
     nbytes: int
+    base: int = WHOLE
 
 
 class PartSender:
@@ -81,7 +86,7 @@ class PartReceiver:
     Args:
         stream: the connection.
         room: returns the tensor, contiguous or not, for the bytes behind a heading; None: drop the bytes.
-        arrived: called when the bytes behind a heading have arrived.
+        arrived: called with a heading and the tensor of `room` when the tensor has the bytes behind the heading.
         ended: called once, at the connection's end.
     """
 
@@ -89,7 +94,7 @@ class PartReceiver:
         self,
         stream: socket.socket,
         room: Callable[[Heading], torch.Tensor | None],
-        arrived: Callable[[Heading], None],
+        arrived: Callable[[Heading, torch.Tensor], None],
         ended: Callable[[], None],
     ):
         self._stream = stream
@@ -105,8 +110,8 @@ class PartReceiver:
                 if not (self._drop(heading.nbytes) if target is None else self._read_into(target)):
                     break
                 if target is not None:
+                    self._arrived(heading, target)
                     del target
-                    self._arrived(heading)
         except OSError:
             pass
         except Exception:

@@ -21,3 +21,8 @@ class TestCollective(WeightTransportSuite):
 @pytest.mark.slow
 class TestPointToPoint(WeightTransportSuite):
     transport = "point_to_point"
+
+
+@pytest.mark.slow
+class TestDifferences(WeightTransportSuite):
+    transport = "differences"

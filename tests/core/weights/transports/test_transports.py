@@ -16,9 +16,12 @@ from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.ends import address_of
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+from enginehouse_transports.differences import DifferencesTransport
 from enginehouse_transports.point_to_point import PointToPointTransport
 
-TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport]
+TRANSPORTS = [
+    InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport, DifferencesTransport
+]  # fmt: skip
 SECONDS = 20.0
 
 
@@ -60,7 +63,7 @@ def receive(session, version, seconds=SECONDS):
     return {name: t.clone() for chunk in session.recv(version, seconds) for name, t in chunk.tensors}
 
 
-@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective", "point_to_point"])
+@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective", "point_to_point", "differences"])
 def transport(request):
     return request.param()
 

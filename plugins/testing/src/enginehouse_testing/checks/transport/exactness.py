@@ -44,8 +44,9 @@ def _exact(link: Link) -> str:
     """Every dtype and shape arrives bit for bit at each receiver, in the plan's order and buckets, in every update."""
     for bucket_bytes in BUCKETS:
         with link.connect(random_weights(0), bucket_bytes) as connection:
-            for version in (1, 2, 5):
-                sent = random_weights(version)
+            weights = {version: random_weights(version) for version in (1, 2, 5)}
+            weights[6] = _change_little(weights[5])
+            for version, sent in weights.items():
                 arrived, sums = connection.update(version, sent)
                 if difference := compare(arrived, sent):
                     return f"version {version} in buckets of {bucket_bytes}: {difference}"
@@ -55,6 +56,14 @@ def _exact(link: Link) -> str:
                 if [[len(bucket) for bucket in buckets] for buckets in arrived] != [planned] * link.receivers:
                     return f"version {version}: parameters arrived in other buckets than planned"
     return ""
+
+
+def _change_little(weights: Weights) -> Weights:
+    """Return the weights with one other bit in each parameter that is not empty."""
+    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in changed.values():
+        tensor.view(-1).view(torch.uint8)[-tensor.itemsize :][:1] ^= 1
+    return changed
 
 
 LAYOUTS = (
