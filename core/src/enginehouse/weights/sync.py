@@ -79,6 +79,8 @@ class SyncReport:
         bytes_minimum: least number of bytes for the update, if known.
         least_taken: minimum, over all replicas and updates, of the largest fraction of a change that a replica can have
             taken (`share_shown`).
+        interrupted_tokens: number of tokens, prompts included, of the completions that were running when their replica
+            switched; None if unknown, or the update waited for them.
     """
 
     version: int
@@ -90,6 +92,7 @@ class SyncReport:
     bytes_moved: int | None = None
     bytes_minimum: int | None = None
     least_taken: float | None = None
+    interrupted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,8 @@ class WeightSync:
         self._served = version, sent
         plan, nbytes, least = self._connection.plan, self._connection.nbytes, self._effect.least_taken
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - called, stopped, nbytes, effect, taken, *moved, least)
+        seconds, interrupted = time.perf_counter() - called, self._connection.interrupted_tokens
+        return SyncReport(version, seconds, stopped, nbytes, effect, taken, *moved, least, interrupted)
 
     def catch_up(self, returned: Members) -> None:
         """Make returned replicas serve the version of the other replicas, with all three verifications.

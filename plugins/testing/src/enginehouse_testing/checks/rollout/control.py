@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from enginehouse.engines.rollout import PauseMode
+from enginehouse.engines.rollout import Health, PauseMode
 from enginehouse.plugin import capabilities
 from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.reference import (
@@ -212,18 +212,26 @@ def judge_kept(
     )
 
 
-async def _keep_often(replica: ReplicaTrial) -> list[SampledCompletion]:
-    running = await replica.start_request(PROMPT, max_tokens=200, **GREEDY)
+async def _keep_often(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[Health]]:
+    running = await replica.start_request(CACHED, max_tokens=200, **GREEDY)
+    healths = []
     for _ in range(3):
         await soon(replica.engine.pause("keep"))
+        healths.append(await soon(replica.engine.health()))
         await soon(replica.engine.resume())
-    return list(sampled(PROMPT, await running))
+    return list(sampled(CACHED, await running)), healths
 
 
 @CHECKS.judge(_keep_often, capability=capabilities.PAUSE_KEEP)
-def kept_whole(completions: list[SampledCompletion]) -> Measured:
-    """A request that is kept and resumed several times has the same result as without a pause."""
+def kept_whole(result: tuple[list[SampledCompletion], list[Health]]) -> Measured:
+    """A request that is kept and resumed several times has the same result as without a pause. Meanwhile, `health`
+    counts its tokens and its prompt's, if the engine knows them."""
+    completions, healths = result
     tokens, reason = completions[0].tokens, completions[0].reason
+    counts = [health.running_tokens for health in healths if health.running and health.running_tokens is not None]
+    most = len(CACHED) + len(tokens)
+    if counts and not len(CACHED) <= max(counts) <= 2 * most:  # an engine may count whole blocks of its cache
+        return wrong(f"health reports {counts} running tokens of a prompt and completion of {most} tokens")
     if (len(tokens), reason) != (200, "length"):
         return wrong(f"a kept request ended with {reason!r} after {len(tokens)} of 200 tokens")
     return serves("tied", completions)
