@@ -343,9 +343,7 @@ class WeightSync:
         try:
             self._await_resumption()
         except WeightSyncError as error:
-            receivers = self._connection.receivers
-            all_lost = receivers is not None and len(receivers.lost) == receivers.world_size
-            log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is reported elsewhere
+            log.warning("%s", error)
         self._open = False
         self._connection.close()
 
@@ -369,14 +367,18 @@ class WeightSync:
         replicas.confirm(self._connection.connected, version)
 
     def _await_resumption(self) -> None:
-        """Wait until every replica answers requests again after the last update."""
+        """Wait until every replica that lives answers requests again after the last update."""
         if self._resuming is None:
             return
         (version, resuming), self._resuming = self._resuming, None
         try:
             resuming.result()
         except Exception as error:
-            raise explain(error, f"not every replica resumed after weight update {version}") from error
+            failure = explain(error, f"not every replica resumed after weight update {version}")
+            receivers = self._connection.connected
+            if len(receivers.lost) < receivers.world_size:
+                raise failure from error
+            log.info("%s", failure)  # a death is reported elsewhere, and who returns gets the weights anew
 
     def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
         """Call `hand_over` after the trainer's last computation. If `checked`, check the effect of the served update,
