@@ -8,7 +8,7 @@ import torch
 
 from enginehouse.plugin import capabilities
 from enginehouse_testing.check import Checks, Measured, RolloutCheck, wrong
-from enginehouse_testing.checks.rollout.control import LONG, Paused, judge_kept, pause
+from enginehouse_testing.checks.rollout.control import LONG, Paused, judge_kept, keep_cache, pause
 from enginehouse_testing.checks.rollout.life import compare_endpoint
 from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, switched_error
 from enginehouse_testing.checks.rollout.updates import Look, check_refusal, describe_difference, judge_looks, look, send
@@ -69,6 +69,14 @@ def adapter_kept(paused: Paused) -> Measured:
     computed again."""
     names = "adapted", "adapted, new"
     return larger(judge_kept(*paused, *names), switched_error(*names, paused[0], keeps_cache=False))
+
+
+@CHECKS.judge(partial(keep_cache, new="adapted, new"), also=capabilities.PAUSE_KEEP_CACHE)
+def adapter_kept_cache(paused: Paused) -> Measured:
+    """A request kept with its cache over an update of an adapter continues with the new adapter and the old keys and
+    values; requests that arrive while paused use no keys and values of the old adapter."""
+    names = "adapted", "adapted, new"
+    return larger(judge_kept(*paused, *names), switched_error(*names, paused[0], keeps_cache=True))
 
 
 @CHECKS.act(also=capabilities.OPENAI_ENDPOINT)

@@ -137,10 +137,10 @@ async def pause(
     return early, late, version
 
 
-async def _keep_cache(replica: ReplicaTrial) -> Paused:
-    """Pause as `_pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
+async def keep_cache(replica: ReplicaTrial, new: str = "tied, new") -> Paused:
+    """Pause as `pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
     await replica.draw(CACHED, max_tokens=2, **GREEDY)
-    return await pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9])
+    return await pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9], new)
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
@@ -185,7 +185,7 @@ def kept_recomputed(paused: Paused) -> Measured:
 
 
 @CHECKS.judge(
-    _keep_cache,
+    keep_cache,
     capability=capabilities.PAUSE_KEEP_CACHE,
     since="1.1",
 )
