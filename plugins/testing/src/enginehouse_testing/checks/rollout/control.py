@@ -137,10 +137,10 @@ async def pause(
     return early, late, version
 
 
-async def keep_cache(replica: ReplicaTrial, new: str = "tied, new") -> Paused:
+async def keep_cache(replica: ReplicaTrial, tokens: int = LONG, new: str = "tied, new") -> Paused:
     """Pause as `pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
     await replica.draw(CACHED, max_tokens=2, **GREEDY)
-    return await pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9], new)
+    return await pause(replica, "keep_cache", tokens, CACHED, [*CACHED, 9], new)
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
@@ -196,11 +196,17 @@ def pause_keep_cache(paused: Paused) -> Measured:
 
 
 def judge_kept(
-    early: SampledCompletion, late: SampledCompletion, version: int, old: str = "tied", new: str = "tied, new"
+    early: SampledCompletion,
+    late: SampledCompletion,
+    version: int,
+    old: str = "tied",
+    new: str = "tied, new",
+    whole: int = LONG,
 ) -> Measured:
-    """Compare a request from before the pause with both models, and the request during the pause with the new model."""
-    if (len(early.tokens), early.reason) != (LONG, "length"):
-        return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
+    """Compare a request for `whole` tokens, from before the pause, with both models, and the request during the pause
+    with the new model."""
+    if (len(early.tokens), early.reason) != (whole, "length"):
+        return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {whole} tokens")
     if (early.last, early.first < version) != (version, True):
         return wrong(f"a request kept over the update to {version} reports versions {early.first} to {early.last}")
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
