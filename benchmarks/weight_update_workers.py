@@ -10,8 +10,9 @@ import torch
 
 from enginehouse.controller import register
 from enginehouse.engines.rollout import GenerateRequest, PauseMode, SamplingParams
-from enginehouse.engines.weights import ArrivedSums, WeightState
+from enginehouse.engines.weights import ArrivedSums
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
+from enginehouse.weights.receiver import Switched
 
 CHANGE = 1.0 + 2.0**-20
 """Factor of every weight between updates, so that no old weight passes for a new one."""
@@ -75,12 +76,12 @@ class TimedRolloutWorker(RolloutWorker):
         """Return the time when the last update was completely staged, by the same clock."""
         return self._staged
 
-    async def commit_weights(self, version: int) -> WeightState:
+    async def commit_weights(self, version: int) -> Switched:
         """See `RolloutWorker`."""
         begun = time.monotonic()
-        state = await super().commit_weights(version)
+        switched = await super().commit_weights(version)
         self._commit_seconds = time.monotonic() - begun
-        return state
+        return switched
 
     @register
     async def commit_seconds(self) -> float:

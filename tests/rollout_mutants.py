@@ -166,6 +166,14 @@ class CacheDropped(TorchRolloutEngine):
         await super().pause("keep" if mode == "keep_cache" else mode)
 
 
+class PromptsUncounted(TorchRolloutEngine):
+    """Counts only what was sampled."""
+
+    async def health(self):
+        health = await super().health()
+        return replace(health, running_tokens=health.running_tokens - 300 * health.running)
+
+
 class HealthOfTheDead(TorchRolloutEngine):
     """Says that nothing runs."""
 

@@ -1,10 +1,11 @@
 """The quickstart with low-rank adapters on two sharded ranks, as its README says."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from .conftest import QUICKSTART, Start
+from .conftest import QUICKSTART, Start, installed
 from .run_process import RunFiles
 
 pytestmark = [
@@ -12,6 +13,25 @@ pytestmark = [
     pytest.mark.sources("plugins/fsdp/README.md", "plugins/fsdp/src/enginehouse_fsdp/adapters.py"),
 ]
 
+DEATH = """
+# Kills the only replica as it is asked for responses of version 3.
+import os, signal
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+pids, switches = [], []
+
+@hookimpl
+def enginehouse_run_started(run):
+    pids.append(run.roles.rollout.pids[0])
+
+@hookimpl
+def enginehouse_call_dispatched(group, method):
+    if method == "commit_weights":
+        switches.append(group)
+    if method == "draw" and len(switches) == 3 and pids:
+        os.kill(pids.pop(), signal.SIGKILL)
+"""
 STEPS = 60
 RECIPE = (
     "actor.engine.backend=fsdp",
@@ -73,3 +93,24 @@ def test_an_update_of_the_adapter_alone_brings_what_merged_weights_bring(train: 
     for lines in zip(*(run.metrics for run in runs), strict=True):
         first, second = ([line[name] for name in ("reward/mean", "grad_norm")] for line in lines)
         assert first == pytest.approx(second, rel=1e-3)
+
+
+@pytest.mark.timeout(900)
+def test_a_returned_replica_gets_the_served_adapter_from_all_ranks(train: Start, house: Path):
+    run = train(
+        "reward.function=rewards:varied",
+        "train.steps=4",
+        "actor.engine.backend=fsdp",
+        "actor.processes=2",
+        "actor.engine.options={lr: 3.0e-3, lora: {rank: 4}}",
+        "rollout.engine.backend=vllm",
+        "rollout.engine.options.kv_cache_mib=64",
+        "weights.adapter=alone",
+        "weights.transport=point_to_point",
+        env={"PYTHONPATH": str(installed(house, "death_of_all", DEATH))},
+    )
+    run.finished(600)
+    assert [line["rollout/restarts"] for line in run.metrics] == [0, 0, 1, 0]
+    for line in run.metrics:
+        assert line["mismatch/compared"] == 1
+        assert line["mismatch/absolute_mean"] <= 1e-4

@@ -66,4 +66,5 @@ def test_a_replica_killed_with_requests_of_several_steps_loses_and_doubles_none(
     assert len(counts) == STEPS * GROUPS
     assert counts.keys() <= {json.loads(line)["prompt"] for line in lines}
     assert all(row["feed/left_over"] == 0 for row in run.metrics)
+    assert all(row["rollout/recomputed_tokens"] >= 0 for row in run.metrics)
     assert max(row["staleness/max"] for row in run.metrics) <= STALENESS

@@ -50,7 +50,10 @@ class TestTensorParallel(RolloutEngineSuite):
 
     backend = "sglang"
     layouts = ("tp2",)
-    checks = ("greedy", "logprobs", "update", "prefix_cache", "kept_recomputed", "pause_keep_cache", "shutdown")
+    checks = (
+        "greedy", "logprobs", "update", "prefix_cache", "kept_recomputed", "pause_keep_cache", "adapter_kept_cache",
+        "shutdown",
+    )  # fmt: skip
     runtime = RUNTIME
 
 

@@ -31,6 +31,7 @@ MUTANTS = [
     ("KeptAborted", {"pause_keep", "kept_recomputed", "pause_keep_cache", "kept_whole"}),
     ("OldCacheKept", {"kept_recomputed"}),
     ("CacheDropped", {"pause_keep_cache"}),
+    ("PromptsUncounted", {"kept_whole"}),
     ("HealthOfTheDead", {"health"}),
     ("StaleReportedAsNew", {*PAUSES, *SERVED, "device_checksums", "small_updates", "sleep"}),
     ("AppliedOnArrival", {"interrupted_update", "staged_while_generating", "lent_weights"}),

@@ -196,6 +196,7 @@ async def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused, mode)
         pausing = await posted(engine.pause(mode))
         gate.open()
         await pausing
+        assert (await engine.health()).running_tokens == len(PROMPT) + len([9, 8]) + 2 * 4
         await update(engine, weights_of(new), 2)
         await engine.resume()
         results = await running

@@ -51,7 +51,8 @@ class TestTensorParallel(RolloutEngineSuite):
     backend = "vllm"
     layouts = ("tp2",)
     checks = (
-        "greedy", "logprobs", "prompt_logprobs", "update", "interrupted_update", "pause_keep_cache", "shutdown",
+        "greedy", "logprobs", "prompt_logprobs", "update", "interrupted_update", "pause_keep_cache",
+        "adapter_kept_cache", "shutdown",
     )  # fmt: skip
     runtime = RUNTIME
 

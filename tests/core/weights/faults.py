@@ -332,6 +332,9 @@ class UnfinishedEngine(TorchRolloutEngine):
             raise WeightSyncError("cannot switch")
         await super().finish_weight_update(version)
 
+    async def health(self):
+        return dataclasses.replace(await super().health(), running_tokens=100)
+
 
 class StuckEngine(TorchRolloutEngine):
     """Never comes to rest."""

@@ -70,6 +70,11 @@ class MortalRolloutWorker(RolloutWorker):
         return await super().commit_weights(version)
 
     @register(urgent=True)
+    async def resume_weights(self, version):
+        self.die_if_told("resume")
+        await super().resume_weights(version)
+
+    @register(urgent=True)
     async def health(self):
         if self.ill:
             raise RuntimeError("the engine is dead")

@@ -68,3 +68,9 @@ def test_what_is_no_adapter_of_the_model_is_refused(weights, adapter, change, sa
 def test_weights_that_no_update_brings_back_cannot_sleep(weights):
     with pytest.raises(EnginehouseError, match="updates bring an adapter alone"):
         weights.forget()
+
+
+def test_models_with_equal_adapters_have_equal_hashes():
+    first, second = (ModelSpec("model", adapter=LoraOptions(targets=["q_proj", "v_proj"])) for _ in range(2))
+    other = ModelSpec("model", adapter=LoraOptions(rank=8))
+    assert {first, second, other} == {first, other}

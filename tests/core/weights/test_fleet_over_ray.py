@@ -252,6 +252,14 @@ def test_all_replicas_lost_within_an_update_come_back_and_get_it(house, stage, m
     assert [state.version for state in house.fleet.weight_state()] == [house.version] * 2
 
 
+def test_all_replicas_lost_before_they_resume_come_back_at_the_version_served(house, caplog):
+    house.tell("die-resume-0", "die-resume-1")
+    version = house.update().version
+    assert set(house.draw()["weight_version"].tolist()) == {version}
+    assert "waits for the next weight update" not in caplog.text
+    house.await_restarts()
+
+
 def test_a_replica_that_keeps_failing_to_start_is_left_out_and_the_other_goes_on(tmp_path, caplog):
     """Its death is found by the health checks: nobody calls it."""
     alone = Fleet(tmp_path, restarts=2, health_every=0.1)

@@ -74,7 +74,8 @@ def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_bo
     assert caught.value.parameters == (faults.PARAMETER,)
     assert separate.rollout.weight_state() == states
     assert separate.answers() == answers
-    assert sync.publish(3).version == 3
+    assert (report := sync.publish(3, "keep")).version == 3
+    assert report.interrupted_tokens == 2 * 100
     assert separate.versions() == [3, 3]
     assert len(segments) == 1
     assert not segments[0].exists()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from enginehouse.engines.rollout import Health
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk, WeightState, WeightSyncError
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.receiver import WeightReceiver
@@ -20,6 +21,10 @@ class Keeping:
 
     async def pause(self, mode):
         self.calls.append(f"pause {mode}")
+
+    async def health(self):
+        switches = any(call.startswith("pause") for call in self.calls) and "finish" not in self.calls
+        return Health(2, 0, paused=switches, version=0, running_tokens=17 if switches else 3)
 
     async def start_weight_update(self, update):
         self.calls.append("start")
@@ -92,7 +97,7 @@ async def test_an_abort_that_comes_late_leaves_a_newer_update_alone():
         await receiver.receive(2, 30.0, "wait")
         await receiver.abort(1)
         committed = await receiver.commit(2)
-    assert committed.version == engine.version == 2
+    assert committed.state.version == engine.version == 2
 
 
 class Update:
@@ -131,6 +136,14 @@ async def test_other_engines_and_those_that_are_lent_weights_are_paused_before_t
     assert not given.receiver.serving.is_set()
     await given.receiver.commit(1)
     assert given.engine.calls == ["pause keep", "start", "finish", "resume"]
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize(("pause", "tokens"), [("keep", 17), ("keep_cache", 17), ("wait", None), ("abort", None)])
+async def test_tokens_of_interrupted_requests_are_counted_before_the_switch(update, stages, pause, tokens):
+    given = update(stages)
+    await given.receiver.receive(1, 30.0, pause)
+    assert (await given.receiver.commit(1)).interrupted_tokens == tokens
 
 
 async def test_an_abort_of_a_staged_update_touches_no_request(update):

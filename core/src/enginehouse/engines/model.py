@@ -100,7 +100,7 @@ class ModelSpec:
     head: Literal["causal_lm", "value"] = "causal_lm"
     trust_remote_code: bool = False
     seed: int = 0
-    adapter: LoraOptions | None = None
+    adapter: LoraOptions | None = field(default=None, hash=False)  # its list of targets has no hash
 
 
 @dataclass(frozen=True, slots=True)

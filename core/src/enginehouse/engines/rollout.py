@@ -118,6 +118,8 @@ class Health:
         paused: True while the engine is paused.
         version: weight version that the engine serves.
         metrics: the engine's own metrics by name. Each is logged as `rollout/NAME`, averaged over the replicas.
+        running_tokens: number of tokens of the completions being generated, each with its prompt, in the engine's last
+            steps. None: unknown. Since 1.1.
     """
 
     running: int
@@ -125,6 +127,7 @@ class Health:
     paused: bool
     version: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    running_tokens: int | None = None
 
 
 @runtime_checkable

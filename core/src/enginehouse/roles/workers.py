@@ -54,7 +54,7 @@ from enginehouse.roles.footprint import freed_bytes, held_bytes
 from enginehouse.roles.profiles import Profile, begin_profile, end_profile, stop_profile
 from enginehouse.roles.sequence_scores import VALUES, append_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
-from enginehouse.weights.receiver import WeightReceiver
+from enginehouse.weights.receiver import Switched, WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.lookup import load_transport
 
@@ -418,7 +418,7 @@ class RolloutWorker(Worker):
         return await self.weights.receive(version, deadline_seconds, pause)
 
     @register(urgent=True)
-    async def commit_weights(self, version: int) -> WeightState:
+    async def commit_weights(self, version: int) -> Switched:
         """Pause, switch to the staged weights, and return the served state. `generate` answers only after
         `resume_weights`."""
         return await self.weights.commit(version)

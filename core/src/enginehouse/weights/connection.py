@@ -23,13 +23,14 @@ from enginehouse.controller.errors import (
 )
 from enginehouse.controller.future import StillRunning, iterate_ended
 from enginehouse.controller.members import Gathered, GroupRanks, Members
-from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
+from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.checksums import compare_checksums, verify_state
 from enginehouse.weights.transports.lookup import load_transport
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
     from enginehouse.engines.rollout import PauseMode
+    from enginehouse.weights.receiver import Switched
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class WeightConnection:
         bytes_moved: bytes that the last update sent to all replicas, if known.
         in_flight: calls of the current transfer, to the trainer and to the replicas.
         generating: True if all replicas generated during the last transfer.
+        interrupted_tokens: sum of the replicas' `Switched.interrupted_tokens` at the last switch.
         grace: number of seconds by which the controller waits longer than the workers.
     """
 
@@ -76,6 +78,7 @@ class WeightConnection:
         self.bytes_moved: int | None = None
         self.in_flight: tuple[Future | Gathered, ...] = ()
         self.generating = False
+        self.interrupted_tokens: int | None = None
 
     def open(self, receivers: Members, transport: str = "") -> None:
         """Plan the transfer and open both sides.
@@ -151,11 +154,13 @@ class WeightConnection:
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
         """Switch replicas to the new version and verify it. Return True if a replica cannot read back all of its
         weights."""
-        states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
-        for replica, state in enumerate(states):
-            if state is not None:
-                verify_state(state, version, sent, self.connected.name_of(replica))
-        return any(state is not None and not state.reads_all for state in states)
+        ends: list[Switched | None] = self.call_remaining("commit_weights", version).result()
+        switched = {replica: end for replica, end in enumerate(ends) if end is not None}
+        for replica, end in switched.items():
+            verify_state(end.state, version, sent, self.connected.name_of(replica))
+        tokens = [end.interrupted_tokens for end in switched.values() if end.interrupted_tokens is not None]
+        self.interrupted_tokens = sum(tokens) if tokens else None
+        return not all(end.state.reads_all for end in switched.values())
 
     def abort(self, version: int) -> WorkerError | None:
         """Make both sides abort `version`. Failures of the abort are logged.

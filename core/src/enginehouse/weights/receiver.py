@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from enginehouse.engines.rollout import GenerateResult, PauseMode, RolloutEngine
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A replica's switch to another version.
+
+    Attributes:
+        state: the state that the engine reported afterwards.
+        interrupted_tokens: `Health.running_tokens` at the switch; None if the engine does not know it, or the update
+            waited for running requests.
+    """
+
+    state: WeightState
+    interrupted_tokens: int | None
 
 
 class WeightReceiver:
@@ -144,8 +158,8 @@ class WeightReceiver:
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def commit(self, version: int) -> WeightState:
-        """Let the engine switch to the staged version, and return the state that it reports.
+    async def commit(self, version: int) -> Switched:
+        """Let the engine switch to the staged version.
 
         The engine is paused for the switch, and resumes for the verification. `serving` stays clear until `serve`.
 
@@ -166,13 +180,16 @@ class WeightReceiver:
                     raise WeightSyncError(
                         f"{self._where} did not pause for weight update {version} within {seconds:g} s"
                     ) from error
+            interrupted = None
+            if self._pausing[0] in ("keep", "keep_cache"):
+                interrupted = (await self._engine.health()).running_tokens
             self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
             state = await self._engine.weight_state()
             verify_state(state, version, staged.checksums, self._where)
             await self._resume()
-            return state
+            return Switched(state, interrupted)
 
     async def _pause(self) -> None:
         """Answer no further requests, and pause the engine."""

@@ -79,6 +79,8 @@ class SyncReport:
         bytes_minimum: least number of bytes for the update, if known.
         least_taken: minimum, over all replicas and updates, of the largest fraction of a change that a replica can have
             taken (`share_shown`).
+        interrupted_tokens: number of tokens, prompts included, of the completions that were running when their replica
+            switched; None if unknown, or the update waited for them.
     """
 
     version: int
@@ -90,6 +92,7 @@ class SyncReport:
     bytes_moved: int | None = None
     bytes_minimum: int | None = None
     least_taken: float | None = None
+    interrupted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,8 @@ class WeightSync:
         self._served = version, sent
         plan, nbytes, least = self._connection.plan, self._connection.nbytes, self._effect.least_taken
         moved = (None, None) if plan is None else (self._connection.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - called, stopped, nbytes, effect, taken, *moved, least)
+        seconds, interrupted = time.perf_counter() - called, self._connection.interrupted_tokens
+        return SyncReport(version, seconds, stopped, nbytes, effect, taken, *moved, least, interrupted)
 
     def catch_up(self, returned: Members) -> None:
         """Make returned replicas serve the version of the other replicas, with all three verifications.
@@ -339,9 +343,7 @@ class WeightSync:
         try:
             self._await_resumption()
         except WeightSyncError as error:
-            receivers = self._connection.receivers
-            all_lost = receivers is not None and len(receivers.lost) == receivers.world_size
-            log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is reported elsewhere
+            log.warning("%s", error)
         self._open = False
         self._connection.close()
 
@@ -365,14 +367,18 @@ class WeightSync:
         replicas.confirm(self._connection.connected, version)
 
     def _await_resumption(self) -> None:
-        """Wait until every replica answers requests again after the last update."""
+        """Wait until every replica that lives answers requests again after the last update."""
         if self._resuming is None:
             return
         (version, resuming), self._resuming = self._resuming, None
         try:
             resuming.result()
         except Exception as error:
-            raise explain(error, f"not every replica resumed after weight update {version}") from error
+            failure = explain(error, f"not every replica resumed after weight update {version}")
+            receivers = self._connection.connected
+            if len(receivers.lost) < receivers.world_size:
+                raise failure from error
+            log.info("%s", failure)  # a death is reported elsewhere, and who returns gets the weights anew
 
     def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
         """Call `hand_over` after the trainer's last computation. If `checked`, check the effect of the served update,

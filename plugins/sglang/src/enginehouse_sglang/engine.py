@@ -246,8 +246,9 @@ class SGLangRollout:
         return await self._weights.state(self.server)
 
     async def health(self) -> Health:
-        await self.server.model()
-        return Health(*self._queue.count_completions(), self._queue.paused, self._weights.version)
+        cached = [tokens for tokens, _ in await self.server.load_now()]
+        known = None if None in cached else sum(cached)
+        return Health(*self._queue.count_completions(), self._queue.paused, self._weights.version, running_tokens=known)
 
     async def shutdown(self) -> None:
         """End the server if this engine started it, else let it continue; open requests raise `SGLangFailed`."""

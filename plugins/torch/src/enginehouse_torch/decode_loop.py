@@ -68,6 +68,11 @@ class DecodeLoop:
         return len(self._batch)
 
     @property
+    def running_tokens(self) -> int:
+        """Number of tokens of these completions, each with its prompt."""
+        return self._batch.tokens
+
+    @property
     def waiting(self) -> int:
         """Number of requests that have not begun."""
         return len(self._waiting)

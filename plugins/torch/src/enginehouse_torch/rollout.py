@@ -200,7 +200,8 @@ class TorchRolloutEngine:
         """
         loop = self.loop
         loop.check()
-        return Health(loop.running, loop.waiting + len(self._arrivals), loop.paused, self._weights.version)
+        waiting, tokens = loop.waiting + len(self._arrivals), loop.running_tokens
+        return Health(loop.running, waiting, loop.paused, self._weights.version, running_tokens=tokens)
 
     async def shutdown(self) -> None:
         """Stop the decode thread; running requests return as aborted.

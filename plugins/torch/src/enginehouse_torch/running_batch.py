@@ -75,6 +75,12 @@ class RunningBatch:
         live = self._live  # read once: other threads ask too
         return 0 if live is None else int(live.rows.alive.sum())
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the completions being generated, each with its prompt."""
+        live = self._live
+        return 0 if live is None else int((live.rows.prompt_tokens + live.rows.count)[live.rows.alive].sum())
+
     def requests(self) -> set[RequestProgress]:
         """Return the requests with a completion being generated."""
         return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])

@@ -299,8 +299,10 @@ class VLLMRollout:
         return await self._wait_for(self._weights.state(self.native))
 
     async def health(self) -> Health:
-        _ = self.native
-        return Health(*self._count_completions(), self._paused, self._weights.version, self._statistics.figures())
+        begun = [state for state in self.native.output_processor.request_states.values() if not state.is_prefilling]
+        tokens = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in begun)
+        figures = self._statistics.figures()
+        return Health(*self._count_completions(), self._paused, self._weights.version, figures, tokens)
 
     def metrics(self) -> Mapping[str, float]:
         """Return vLLM's own metrics.

@@ -68,10 +68,11 @@ class WeightPublisher:
             self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles
         self.version += 1
-        report = roles.sync.publish(self.version, self._pause)
+        report = roles.sync.publish(self.version, pause := self._pause)
         self._run.run_directory.tell("weights_updated", version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
         metrics |= {"time/stopped": report.stopped, "weights/effect": report.effect, "weights/taken": report.taken}
         metrics |= {"weights/least_taken": report.least_taken, **roles.turns.metrics()}
+        metrics[f"rollout/{'kept' if pause == 'keep_cache' else 'recomputed'}_tokens"] = report.interrupted_tokens
         return {name: value for name, value in metrics.items() if value is not None}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from enginehouse.engines.rollout import PauseMode
+from enginehouse.engines.rollout import Health, PauseMode
 from enginehouse.plugin import capabilities
 from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.reference import (
@@ -137,10 +137,10 @@ async def pause(
     return early, late, version
 
 
-async def _keep_cache(replica: ReplicaTrial) -> Paused:
-    """Pause as `_pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
+async def keep_cache(replica: ReplicaTrial, tokens: int = LONG, new: str = "tied, new") -> Paused:
+    """Pause as `pause` does, after a request for the same prompt, whose keys and values stay in a prefix cache."""
     await replica.draw(CACHED, max_tokens=2, **GREEDY)
-    return await pause(replica, "keep_cache", LONG, CACHED, [*CACHED, 9])
+    return await pause(replica, "keep_cache", tokens, CACHED, [*CACHED, 9], new)
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
@@ -185,7 +185,7 @@ def kept_recomputed(paused: Paused) -> Measured:
 
 
 @CHECKS.judge(
-    _keep_cache,
+    keep_cache,
     capability=capabilities.PAUSE_KEEP_CACHE,
     since="1.1",
 )
@@ -196,11 +196,17 @@ def pause_keep_cache(paused: Paused) -> Measured:
 
 
 def judge_kept(
-    early: SampledCompletion, late: SampledCompletion, version: int, old: str = "tied", new: str = "tied, new"
+    early: SampledCompletion,
+    late: SampledCompletion,
+    version: int,
+    old: str = "tied",
+    new: str = "tied, new",
+    whole: int = LONG,
 ) -> Measured:
-    """Compare a request from before the pause with both models, and the request during the pause with the new model."""
-    if (len(early.tokens), early.reason) != (LONG, "length"):
-        return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {LONG} tokens")
+    """Compare a request for `whole` tokens, from before the pause, with both models, and the request during the pause
+    with the new model."""
+    if (len(early.tokens), early.reason) != (whole, "length"):
+        return wrong(f"a kept request ended with {early.reason!r} after {len(early.tokens)} of {whole} tokens")
     if (early.last, early.first < version) != (version, True):
         return wrong(f"a request kept over the update to {version} reports versions {early.first} to {early.last}")
     begun = replace(early, tokens=early.tokens[:1], logprobs=early.logprobs[:1], last=early.first)
@@ -212,18 +218,26 @@ def judge_kept(
     )
 
 
-async def _keep_often(replica: ReplicaTrial) -> list[SampledCompletion]:
-    running = await replica.start_request(PROMPT, max_tokens=200, **GREEDY)
+async def _keep_often(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[Health]]:
+    running = await replica.start_request(CACHED, max_tokens=200, **GREEDY)
+    healths = []
     for _ in range(3):
         await soon(replica.engine.pause("keep"))
+        healths.append(await soon(replica.engine.health()))
         await soon(replica.engine.resume())
-    return list(sampled(PROMPT, await running))
+    return list(sampled(CACHED, await running)), healths
 
 
 @CHECKS.judge(_keep_often, capability=capabilities.PAUSE_KEEP)
-def kept_whole(completions: list[SampledCompletion]) -> Measured:
-    """A request that is kept and resumed several times has the same result as without a pause."""
+def kept_whole(result: tuple[list[SampledCompletion], list[Health]]) -> Measured:
+    """A request that is kept and resumed several times has the same result as without a pause. Meanwhile, `health`
+    counts its tokens and its prompt's, if the engine knows them."""
+    completions, healths = result
     tokens, reason = completions[0].tokens, completions[0].reason
+    counts = [health.running_tokens for health in healths if health.running and health.running_tokens is not None]
+    most = len(CACHED) + len(tokens)
+    if counts and not len(CACHED) <= max(counts) <= 2 * most:  # an engine may count whole blocks of its cache
+        return wrong(f"health reports {counts} running tokens of a prompt and completion of {most} tokens")
     if (len(tokens), reason) != (200, "length"):
         return wrong(f"a kept request ended with {reason!r} after {len(tokens)} of 200 tokens")
     return serves("tied", completions)
