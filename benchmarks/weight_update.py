@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 WORK = ROOT / "benchmarks" / "out" / "weight_update"
 PROBE = [list(range(3, 35)), list(range(40, 56))]
 TIMEOUT_SECONDS = 600.0
+MEMORIES = "/memfd:eh-", "/memfd:enginehouse-weights", "/memfd:enginehouse-differences"
+"""Beginnings of the names of memory that holds versions of the weights."""
+MANY = 4
+"""Replicas of the second part. The names of its metrics have the same number."""
 FASTEST_OPTIONS = {"kv_cache_mib": 256, "max_model_tokens": 256, "max_running": 4}
 """Options of those rollout engines that have them. Nothing is generated here, so generation needs little memory."""
 
@@ -49,28 +53,27 @@ def measure(
     bucket_mib: int = 0,
     device: str = "cpu",
     transport: str = "shared_memory",
-    many: int = 4,
+    many: bool = True,
     many_parameters: int = 125_000_000,
 ) -> dict[str, Any]:
     """Update the rollout engine's weights, by `update`; and then those of one and of `many` replicas.
 
     Args:
-        many: replicas of the second part; 0 leaves it out.
-        many_parameters: approximate number of parameters of the second part's model. It is smaller, so that many
+        many: False leaves the second part out, with `MANY` replicas.
+        many_parameters: approximate number of parameters of the second part's model. It is smaller, so that `MANY`
             replicas fit into the memory.
 
     Returns:
-        That of `update`, with two further metrics: `replicas_4_vs_1`, the seconds of updates of `many` replicas,
+        That of `update`, with two further metrics: `replicas_4_vs_1`, the seconds of updates of `MANY` replicas,
         without the engine's loads, over those of one replica; `host_models_4_replicas`, the memory that holds versions
-        of the weights beside the engines' own, with `many` replicas, in multiples of the model. The 4 in their names
-        is the default of `many`.
+        of the weights beside the engines' own, with `MANY` replicas, in multiples of the model.
     """
     shape = train, rollout, runtime, bucket_mib, device, transport
     measured = update(parameters, rounds, ranks, replicas, *shape)
     if many:
-        one, several = (update(many_parameters, rounds, ranks, number, *shape) for number in (1, many))
-        own = {number: part["sides"]["without the load"] for number, part in ((1, one), (many, several))}
-        measured["metrics"]["replicas_4_vs_1"] = own[many]["seconds"] / own[1]["seconds"]
+        single, several = (update(many_parameters, rounds, ranks, number, *shape) for number in (1, MANY))
+        own = {number: part["sides"]["without the load"] for number, part in ((1, single), (MANY, several))}
+        measured["metrics"]["replicas_4_vs_1"] = own[MANY]["seconds"] / own[1]["seconds"]
         measured["metrics"]["host_models_4_replicas"] = several["host_models"]
         measured["sides"] |= {f"{number} replicas of a smaller model": seconds for number, seconds in own.items()}
     return measured
@@ -183,7 +186,7 @@ def staged_bytes() -> int:
     sizes = {}
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended
-            if os.readlink(file).startswith(("/memfd:eh-", "/memfd:enginehouse-weights")):
+            if os.readlink(file).startswith(MEMORIES):
                 memory = file.stat()
                 sizes[memory.st_ino] = memory.st_size
     return sum(sizes.values())

@@ -204,3 +204,15 @@ async def test_a_transfer_may_take_longer_than_its_deadline_while_chunks_arrive(
         receiver.connect(TransferPlan("any", metas, buckets, 64, 1, "session"), session)
         sums = await receiver.receive(1, 30.0, "wait")
     assert sums.parameters.keys() == tensors.keys()
+
+
+class Mute(Keeping):
+    async def health(self):
+        raise RuntimeError("no answer")
+
+
+async def test_an_update_does_not_fail_because_interrupted_tokens_cannot_be_counted(update):
+    muted = update(True, Mute())
+    await muted.receiver.receive(1, 30.0, "keep")
+    assert (await muted.receiver.commit(1)).interrupted_tokens is None
+    assert muted.engine.version == 1

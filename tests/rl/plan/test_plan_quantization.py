@@ -51,3 +51,10 @@ def test_what_cannot_be_quantized_is_refused(make: Callable[..., Plan], override
 def test_a_mixture_of_experts_is_not_quantized(make: Callable[..., Plan], project: Project):
     project.make_model("experts", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4)
     assert "a mixture of experts has not been tried in 8 bits" in refusal(make, *QUANTIZED, "model.path=experts")
+
+
+def test_an_evaluation_is_quantized_only_with_the_rollout(make: Callable[..., Plan], project: Project):
+    evaluation = ("evaluation.engine.backend=vllm", "evaluation.engine.options.quantization=fp8")
+    why = "evaluation.engine serves quantized weights, and the rollout does not"
+    assert why in refusal(make, *QUANTIZED[:-1], *evaluation)
+    assert why not in refusal(make, *QUANTIZED, *evaluation, "model.dtype=float32")

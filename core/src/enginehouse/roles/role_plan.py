@@ -53,9 +53,10 @@ class RolePlan:
 
 def default_tolerance(roles: Mapping[str, RolePlan]) -> float:
     """Return the largest mean difference of logprobs, in nats, that effect checks accept if none is set. It is wider if
-    an engine serves quantized weights."""
-    quantizes = any(role.quantizes for role in roles.values())
-    return QUANTIZED_TOLERANCE if quantizes else TOLERANCES[roles["actor"].model.dtype]
+    the rollout serves quantized weights."""
+    if roles["rollout"].quantizes:
+        return QUANTIZED_TOLERANCE
+    return TOLERANCES.get(roles["actor"].model.dtype, TOLERANCES["bfloat16"])
 
 
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:

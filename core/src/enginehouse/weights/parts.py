@@ -66,6 +66,11 @@ def parts_of(parameters: Iterable[ParamMeta], rank: int) -> list[tuple[ParamMeta
     return [(parameter, region) for parameter, region in parts if region is not None]
 
 
+def volume(region: Region) -> int:
+    """Return the number of elements of a part."""
+    return math.prod(shape_of(region))
+
+
 def part_name(parameter: ParamMeta, region: Region) -> str:
     """Return a part's name for checksums: the parameter's name, with the part's indices unless the part is whole."""
     if shape_of(region) == parameter.shape:
@@ -103,6 +108,6 @@ def share_parts(parameters: Iterable[ParamMeta], ranks: int) -> list[dict[Region
         share = {}
         for region, holders in layouts.holders(parameter).items():
             share[region] = sender = min(holders, key=sent.__getitem__)
-            sent[sender] += math.prod(shape_of(region)) * DTYPE_BYTES[parameter.dtype]
+            sent[sender] += volume(region) * DTYPE_BYTES[parameter.dtype]
         shares.append(share)
     return shares

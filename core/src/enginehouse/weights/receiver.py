@@ -21,6 +21,7 @@ from enginehouse.engines.weights import (
     WeightUpdate,
     WeightUpdateAborted,
 )
+from enginehouse.errors import first_line
 from enginehouse.weights.checksums import checksums, mixed_checksum, verify_state
 
 if TYPE_CHECKING:
@@ -180,9 +181,7 @@ class WeightReceiver:
                     raise WeightSyncError(
                         f"{self._where} did not pause for weight update {version} within {seconds:g} s"
                     ) from error
-            interrupted = None
-            if self._pausing[0] in ("keep", "keep_cache"):
-                interrupted = (await self._engine.health()).running_tokens
+            interrupted = await self._count_interrupted()
             self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
@@ -190,6 +189,16 @@ class WeightReceiver:
             verify_state(state, version, staged.checksums, self._where)
             await self._resume()
             return Switched(state, interrupted)
+
+    async def _count_interrupted(self) -> int | None:
+        """Return `Switched.interrupted_tokens`. An error is only logged, because no update shall fail for a metric."""
+        if self._pausing[0] not in ("keep", "keep_cache"):
+            return None
+        try:
+            return (await self._engine.health()).running_tokens
+        except Exception as error:
+            log.warning("%s: the tokens of interrupted requests are not counted: %s", self._where, first_line(error))
+            return None
 
     async def _pause(self) -> None:
         """Answer no further requests, and pause the engine."""
@@ -249,5 +258,5 @@ class WeightReceiver:
 
 def _sum(tensors: Mapping[str, torch.Tensor], plan: TransferPlan) -> dict[str, str]:
     """Return the checksum of each tensor that arrived, of the kind that the plan says."""
-    found = map(mixed_checksum, tensors.values()) if plan.sums_in_place else checksums(list(tensors.values()))
-    return dict(zip(tensors, found, strict=True))
+    sums = map(mixed_checksum, tensors.values()) if plan.sums_in_place else checksums(list(tensors.values()))
+    return dict(zip(tensors, sums, strict=True))

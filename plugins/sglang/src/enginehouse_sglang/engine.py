@@ -20,6 +20,7 @@ from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.weights.form import adapted_layers
 from enginehouse_sglang.attaching import attach
+from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.on_cpu.torchvision import declare_operators
 from enginehouse_sglang.options import SGLangOptions
@@ -246,9 +247,18 @@ class SGLangRollout:
         return await self._weights.state(self.server)
 
     async def health(self) -> Health:
-        cached = [tokens for tokens, _ in await self.server.load_now()]
-        known = None if None in cached else sum(cached)
-        return Health(*self._queue.count_completions(), self._queue.paused, self._weights.version, running_tokens=known)
+        await self.server.model()
+        running = await self._count_running_tokens()
+        counts = self._queue.count_completions()
+        return Health(*counts, self._queue.paused, self._weights.version, running_tokens=running)
+
+    async def _count_running_tokens(self) -> int | None:
+        """Return the tokens that SGLang's schedulers last had in their caches; None if this server does not say."""
+        try:
+            cached = [tokens for tokens, _ in await self.server.load_now()]
+        except (HTTPStatusError, LookupError):  # another version of a server that a user started
+            return None
+        return None if None in cached else sum(cached)
 
     async def shutdown(self) -> None:
         """End the server if this engine started it, else let it continue; open requests raise `SGLangFailed`."""

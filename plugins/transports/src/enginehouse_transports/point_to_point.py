@@ -123,6 +123,7 @@ class PointToPointSender(Sender):
         receivers = {move.target for own in moves.values() for _, move in own}
         self._rendezvous = Rendezvous(self._barrier, plan, receivers, self._on_message, streams=True)
         self._part_senders: dict[int, PartSender] = {}
+        self._taken = 0  # number of buckets of the current update that every receiver has taken
         self.port: int = self._rendezvous.port
 
     def _on_message(self, index: int, message: dict[str, Any]) -> None:
@@ -131,6 +132,7 @@ class PointToPointSender(Sender):
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         barrier, rendezvous = self._barrier, self._rendezvous
         rendezvous.begin(version, deadline)
+        self._taken = 0
         for index, stream in rendezvous.streams.items():
             if index not in self._part_senders:
                 self._part_senders[index] = PartSender(stream, barrier, lambda index=index: rendezvous.lost(index))  # type: ignore[misc]
@@ -163,16 +165,19 @@ class PointToPointSender(Sender):
         return WHOLE, piece
 
     def _wait_taken(self, version: int, buckets: int, deadline: Deadline) -> None:
-        """Wait until every receiver has taken this many buckets."""
+        """Wait until every receiver has taken this many buckets, one bucket after the other."""
         rendezvous = self._rendezvous
         with self._barrier.changed:
             self._barrier.check(version)
-            self._barrier.wait(
-                lambda: buckets <= 0 or not rendezvous.behind(version, buckets),
-                version,
-                deadline,
-                lambda: rendezvous.missing(version, buckets),
-            )
+            while self._taken < buckets:
+                number = self._taken + 1
+                self._barrier.wait(
+                    lambda number=number: not rendezvous.behind(version, number),  # type: ignore[misc]
+                    version,
+                    deadline,
+                    lambda number=number: rendezvous.missing(version, number),  # type: ignore[misc]
+                )
+                self._taken = number
 
     def abort(self, version: int) -> None:
         """Abort an update; see `TransportSession`."""

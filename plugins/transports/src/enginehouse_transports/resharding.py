@@ -7,13 +7,12 @@ rank that has sent the fewest bytes so far sends it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
-from enginehouse.weights.parts import Layouts, Region
+from enginehouse.weights.parts import Layouts, Region, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +114,6 @@ def plan_reshard(
 def overlap(first: Region, second: Region) -> Region:
     """Return the intersection of two parts of a tensor, with empty dimensions if there is none."""
     return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
-
-
-def volume(region: Region) -> int:
-    """Return the number of elements of a part."""
-    return math.prod(end - begin for begin, end in region)
 
 
 def index_within(region: Region, part: Region) -> tuple[slice, ...]:

@@ -35,13 +35,11 @@ class QuantizedLayers:
 
     def __init__(self) -> None:
         self._made: dict[int, list[str]] = {}  # checksums of what vLLM made, by `id` of the layer
+        self._differing: list[str] = []  # layers that differ from what they were made from
 
     @contextmanager
     def watch(self, model: torch.nn.Module) -> Iterator[None]:
-        """Return a context in which each layer is compared with the weights that it is made from.
-
-        vLLM's load raises `WeightSyncError` at a layer that differs by more than rounding.
-        """
+        """Return a context in which each layer is compared with the weights that it is made from."""
         layers = quantized_layers(model)
         for name, layer in layers.items():
             method = layer.quant_method
@@ -57,7 +55,7 @@ class QuantizedLayers:
             sent = layer.weight.detach()
             process(layer)
             if is_plain(layer, sent) and not is_rounded(layer.weight, layer.weight_scale, sent, has_parts(layer)):
-                raise WeightSyncError(f"vllm's quantized {name} is not what was sent, rounded to 8 bits", [name])
+                self._differing.append(name)  # an error here would leave vLLM's other processes waiting
             self._made[id(layer)] = sums_of(layer)
 
         return process_and_compare
@@ -66,8 +64,13 @@ class QuantizedLayers:
         """Check that each quantized layer holds what vLLM made of it in this load.
 
         Raises:
-            WeightSyncError: a layer was not quantized anew, or holds something else. The message names it.
+            WeightSyncError: a layer differs from what was sent by more than rounding, was not quantized anew, or holds
+                something else. The message names it.
         """
+        if self._differing:
+            raise WeightSyncError(
+                f"vllm's quantized {listed(self._differing)} is not what was sent, rounded to 8 bits", self._differing
+            )
         layers = quantized_layers(model).items()
         wrong = [name for name, layer in layers if self._made.get(id(layer)) != sums_of(layer)]
         if wrong:

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from transport_processes import (
 from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
+from enginehouse.weights.transports import shared_memory
 from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 from enginehouse.weights.transports.shared_segment import SharedSegment
@@ -118,6 +120,18 @@ def test_a_rank_that_does_not_send_is_named():
         with pytest.raises(WeightSyncError, match=r"bucket 1 of \d did not arrive from training rank 2 within 0\.5 s"):
             list(connection.receiver.recv(1, 0.5))
         assert all(isinstance(sent.exception(SECONDS), WeightUpdateAborted) for sent in sending)
+
+
+def test_ranks_may_connect_before_the_first_and_are_told_if_it_is_on_another_host(monkeypatch):
+    plan = SharedMemoryTransport().prepare(stages(), 1, uuid.uuid4().hex, 512, 4)
+    with ThreadPoolExecutor(3) as threads:
+        others = [threads.submit(SharedMemoryTransport().connect, plan, "send", rank) for rank in (3, 2, 1)]
+        ends = [SharedMemoryTransport().connect(plan, "send", 0), *(other.result(SECONDS) for other in others)]
+    for end in ends:
+        end.close()
+    monkeypatch.setattr(shared_memory, "ATTACH_SECONDS", 0.01)
+    with pytest.raises(WeightSyncError, match="training rank 1 does not see the shared memory of training rank 0"):
+        SharedMemoryTransport().connect(replace(plan, session=uuid.uuid4().hex), "send", 1)
 
 
 def test_an_update_after_a_failure_of_one_rank_brings_new_bytes_alone():

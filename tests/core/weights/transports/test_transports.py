@@ -13,6 +13,7 @@ from transport_weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 from enginehouse.engines.weights import WeightSyncError, WeightTransport
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.collective import CollectiveTransport
+from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import address_of
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
@@ -269,3 +270,20 @@ def test_an_update_may_take_longer_than_its_deadline_while_parameters_leave(tran
         assert bytes_of(receiving[0].result()) == bytes_of(weights)
     assert sums.keys() == weights.keys()
     assert clock.now > 2 * SECONDS
+
+
+def test_each_parameter_that_leaves_and_each_bucket_that_is_taken_restarts_both_deadlines(transport, monkeypatch):
+    restarts: dict[Deadline, int] = {}
+
+    class Counting(Deadline):
+        def restart(self):
+            restarts[self] = restarts.get(self, -1) + 1  # not counting the start
+            super().restart()
+
+    monkeypatch.setattr("enginehouse.weights.transports.ends.Deadline", Counting)
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights, bucket_bytes=1) as connection:
+        assert len(connection.plan.buckets) == len(weights)
+        connection.transfer(1, weights)
+    assert len(restarts) == 2
+    assert min(restarts.values()) >= 2 * len(weights)

@@ -40,7 +40,7 @@ class Barrier:
             )
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait until `ready()` is True. The caller holds `changed`.
+        """Wait until `ready()` is True, and restart the deadline. The caller holds `changed`.
 
         If `ready()` is True, a broken connection raises no error, but an abort does.
 
@@ -52,6 +52,7 @@ class Barrier:
         if self.aborted >= version or not ready():
             self.check(version)
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
+        deadline.restart()
 
     def begin(self, version: int) -> None:
         """Make `version` the newest update. The caller holds `changed`. Raises `WeightSyncError` if the version is not

@@ -114,7 +114,8 @@ class CollectiveSender(Sender):
             broadcasts[-1].add_done_callback(self._wake)
         for _ in planned:  # raises if there are surplus weights
             pass
-        self._wait_taken(broadcasts, version, deadline)
+        for count in range(max(1, len(broadcasts) - AHEAD + 1), len(broadcasts) + 1):
+            self._wait_taken(broadcasts[:count], version, deadline)
         return sums
 
     def _send_nothing(

@@ -119,7 +119,7 @@ class ControlBlock:
                 pass
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Poll until `ready()`.
+        """Poll until `ready()`, and restart the deadline.
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or a side was closed.
@@ -138,6 +138,7 @@ class ControlBlock:
             else:
                 nap = (time.monotonic() - begun) * _NAP_SHARE
                 time.sleep(min(max(nap, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS))
+        deadline.restart()
         self.fence()
 
     def wait_opened(self, version: int, deadline: Deadline) -> None:
@@ -178,4 +179,5 @@ class ControlBlock:
 
     def abort(self, version: int) -> None:
         """Make updates up to `version` fail on every side."""
-        self[ABORTED] = max(self[ABORTED], version)
+        if version > self[ABORTED]:
+            self[ABORTED] = version

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from enginehouse.engines.progress import note_progress
+
 
 class Deadline:
     """A common time limit for several waits, `seconds` from now or from the last progress."""
@@ -15,7 +17,8 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Count the seconds from now, because there was progress."""
+        """Count the seconds from now, because there was progress, and note it for this process."""
+        note_progress()
         self._end = time.monotonic() + self.seconds
 
     @property

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from enginehouse.engines.progress import note_progress
 from enginehouse.engines.weights import (
     ListeningSession,
     ParamMeta,
@@ -52,9 +51,9 @@ class Sender(ABC):
     ) -> dict[str, str]:
         """Send weights; see `TransportSession`."""
         deadline = Deadline(deadline_seconds)
-        with drain(weights) as source:
+        with drain(_note_each(iter(weights), deadline)) as source:
             try:
-                return self._send(version, _note_each(source, deadline), deadline)
+                return self._send(version, source, deadline)
             except BaseException:
                 self.abort(version)
                 raise
@@ -116,7 +115,6 @@ def _note_each(items: Iterator[T], deadline: Deadline) -> Iterator[T]:
     """Yield the items of an update. Each request for the next item is progress, which restarts the deadline."""
     for item in items:
         yield item
-        note_progress()
         deadline.restart()
 
 

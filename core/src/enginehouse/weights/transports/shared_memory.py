@@ -14,9 +14,11 @@ tracker removes the name.
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
@@ -41,6 +43,10 @@ from enginehouse.weights.transports.shared_buffer import HeldBuffer, MappedBuffe
 
 if TYPE_CHECKING:
     import torch
+
+
+ATTACH_SECONDS = 30.0
+"""Time in which training rank 0 creates the control block, after the other ranks begin to connect."""
 
 
 class SharedMemoryTransport(BucketTransport):
@@ -103,8 +109,8 @@ class SharedMemorySender(Sender, ABC):
             control[control.sender(self._rank), DONE] = control.number(version, bucket)
         for _ in planned:  # raises if there are surplus weights
             pass
-        if count:
-            self._wait_taken(version, count - 1, deadline)
+        for bucket in range(max(0, count - AHEAD), count):
+            self._wait_taken(version, bucket, deadline)
         return sums
 
     def _wait_taken(self, version: int, bucket: int, deadline: Deadline) -> None:
@@ -139,9 +145,14 @@ class FirstSender(SharedMemorySender):
     def __init__(self, plan: TransferPlan):
         super().__init__(plan, 0)
         self._serial = 0  # serial number of the newest buffer
-        self._buffers: list[SharedBuffer] = [self._new_buffer()]
-        self._control = control = ControlBlock(plan, create=True)
-        control[PROCESS] = os.getpid()
+        self._control = ControlBlock(plan, create=True)  # before a buffer, which takes long: other ranks wait for it
+        self._control[PROCESS] = os.getpid()
+        self._buffers: list[SharedBuffer] = []
+        try:
+            self._buffers.append(self._new_buffer())
+        except BaseException:
+            self.close()
+            raise
         self._announce(self._buffers[0])
 
     def _new_buffer(self) -> SharedBuffer:
@@ -190,38 +201,36 @@ class OtherSender(SharedMemorySender):
 
     def __init__(self, plan: TransferPlan, rank: int):
         super().__init__(plan, rank)
-        self._where = f"training rank {rank}"
-        self._aborted = -1  # before this rank is attached
-        self._attached = False
-
-    def _attach(self) -> None:
-        """Attach to the memory of rank 0, which has it by the first update."""
-        self._control = attach(self._plan, self._where)
-        self._buffers = MappedBuffers(self._plan, self._control, self._where)
-        self._control.abort(self._aborted)
-        self._control[self._control.sender(self._rank), ATTACHED] = 1
-        self._attached = True
+        where = f"training rank {rank}"
+        self._control = attach(plan, where, ATTACH_SECONDS)
+        self._buffers = MappedBuffers(plan, self._control, where)
+        self._control[self._control.sender(rank), ATTACHED] = 1
 
     def _open(self, version: int, deadline: Deadline) -> SharedBuffer:
-        if not self._attached:
-            self._attach()
         self._control.wait_opened(version, deadline)
         return self._control.while_newest(version, lambda: self._buffers.map_latest(self._control.held_serials()))
 
-    def abort(self, version: int) -> None:
-        self._aborted = max(self._aborted, version)
-        if self._attached:
-            super().abort(version)
-
     def close(self) -> None:
         """Close this side."""
-        if self._attached:
-            self._control.closed = True
-            self._buffers.clear()
+        self._control.closed = True
+        self._buffers.clear()
 
 
-def attach(plan: TransferPlan, where: str) -> ControlBlock:
-    """Return the control block that training rank 0 has created. Raises `WeightSyncError` if there is none."""
+def attach(plan: TransferPlan, where: str, seconds: float = 0.0) -> ControlBlock:
+    """Return the control block of training rank 0.
+
+    Args:
+        where: name of this process in messages.
+        seconds: time in which rank 0 may create it.
+
+    Raises:
+        WeightSyncError: there is none on this host.
+    """
+    deadline = Deadline(seconds)
+    while not deadline.passed:
+        with suppress(FileNotFoundError, ValueError):  # ValueError: it has no size yet
+            return ControlBlock(plan, create=False)
+        time.sleep(ATTACH_SECONDS / 1000)
     try:
         return ControlBlock(plan, create=False)
     except FileNotFoundError as error:

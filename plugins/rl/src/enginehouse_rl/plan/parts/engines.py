@@ -93,6 +93,11 @@ class RoleEngine:
         """True if the backend is known and does not have this capability."""
         return self.record is not None and capability not in self.record.capabilities
 
+    @property
+    def quantizes(self) -> bool:
+        """True if the engine serves weights in fewer bits than it is sent."""
+        return isinstance(self.typed, RolloutOptions) and self.typed.quantizes()
+
     def role(self, path: str, processes: int) -> RolePlan:
         """Return the plan of a role that runs this engine with the model in `path`, in its own processes."""
         return RolePlan(
@@ -102,7 +107,7 @@ class RoleEngine:
             model=self.run.model_spec(path),
             processes=processes,
             gpus=self.gpus,
-            quantizes=isinstance(self.typed, RolloutOptions) and self.typed.quantizes(),
+            quantizes=self.quantizes,
             interpreter=self.interpreter,
             env=self.section.env,
         )

@@ -167,6 +167,11 @@ class EvaluationPart(GeneratorPart):
                     "evaluation.engine needs its own process, but an inline run has one process for all roles; leave "
                     "it unset, or set cluster.launcher=ray"
                 )
+            if engine.quantizes and not self.run.engines["rollout"].quantizes:
+                self.refuse(
+                    "evaluation.engine serves quantized weights, and the rollout does not, so another policy would be "
+                    "validated; set evaluation.engine.options.quantization=none"
+                )
             if not self.config.is_validated:
                 self.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
         self.check_differing()
