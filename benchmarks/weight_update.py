@@ -56,10 +56,10 @@ def measure(
     many: bool = True,
     many_parameters: int = 125_000_000,
 ) -> dict[str, Any]:
-    """Update the rollout engine's weights, by `update`; and then those of one and of `many` replicas.
+    """Update the rollout engine's weights, by `update`, and then those of one and of `MANY` replicas.
 
     Args:
-        many: False leaves the second part out, with `MANY` replicas.
+        many: False leaves the second part out.
         many_parameters: approximate number of parameters of the second part's model. It is smaller, so that `MANY`
             replicas fit into the memory.
 

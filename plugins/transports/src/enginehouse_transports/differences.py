@@ -52,19 +52,7 @@ class DifferencesTransport(PointToPointTransport):
     """Sends each part of a parameter from one training rank to each rollout replica, and later only its changes."""
 
     name = "differences"
-
-    def prepare(
-        self,
-        parameters: Sequence[ParamMeta],
-        receivers: int,
-        session: str,
-        bucket_bytes: int,
-        senders: int = 1,
-        targets: Sequence[ParamMeta] = (),
-    ) -> TransferPlan:
-        """Plan a transfer; see `PointToPointTransport`. How many bytes an update moves is not known before it."""
-        plan = super().prepare(parameters, receivers, session, bucket_bytes, senders, targets)
-        return replace(plan, bytes_moved=None, bytes_minimum=None)
+    plans_bytes = False
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open one side of the connection; see `PointToPointTransport`."""

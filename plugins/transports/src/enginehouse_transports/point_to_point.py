@@ -38,9 +38,11 @@ class PointToPointTransport:
 
     Attributes:
         name: name of the transport in its plans.
+        plans_bytes: True if each update moves the same number of bytes, which a plan can tell.
     """
 
     name = "point_to_point"
+    plans_bytes = True
 
     def prepare(
         self,
@@ -58,7 +60,9 @@ class PointToPointTransport:
         """
         plan = plan_transfer(self.name, parameters, receivers, session, bucket_bytes, senders)
         plan = replace(plan, targets=tuple(targets))
-        reshard = plan_moves(plan)
+        reshard = plan_moves(plan)  # also checks the layouts
+        if not self.plans_bytes:
+            return plan
         bytes_moved = reshard.bytes_moved + HEADING_BYTES * len(reshard.moves)
         return replace(plan, bytes_moved=bytes_moved, bytes_minimum=reshard.bytes_minimum)
 

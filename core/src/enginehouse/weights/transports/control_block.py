@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from enginehouse.engines.weights import ALIGNMENT, TransferPlan, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.shared_segment import SharedSegment
-
-T = TypeVar("T")
 
 _WORD = 8
 _LINE = ALIGNMENT // _WORD  # words in a cache line
@@ -88,12 +85,13 @@ class ControlBlock:
         """Return the number of an update's bucket, counted from 1, which is larger than those of older versions."""
         return version * len(self._plan.buckets) + bucket + 1
 
-    def behind(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the receivers that have not taken the bucket with this number, and the ranks that have not written
-        it."""
-        plan = self._plan
-        receivers = [index for index in range(plan.receivers) if self[self.receiver(index), DONE] < number]
-        return receivers, [rank for rank in range(plan.senders) if self[self.sender(rank), DONE] < number]
+    def not_taken(self, number: int) -> list[int]:
+        """Return the receivers that have not taken the bucket with this number."""
+        return [index for index in range(self._plan.receivers) if self[self.receiver(index), DONE] < number]
+
+    def not_written(self, number: int) -> list[int]:
+        """Return the training ranks that have not written the bucket with this number."""
+        return [rank for rank in range(self._plan.senders) if self[self.sender(rank), DONE] < number]
 
     @property
     def all_attached(self) -> bool:
@@ -150,17 +148,6 @@ class ControlBlock:
             lambda: "the trainer did not begin to send",
         )
         self.check_newest(version)
-
-    def while_newest(self, version: int, map_buffer: Callable[[], T]) -> T:
-        """Return the buffer of `version`. An error that comes because a newer update has begun says so."""
-        try:
-            buffer = map_buffer()
-        except WeightSyncError:
-            self.check_newest(version)
-            raise
-        self.fence()
-        self.check_newest(version)
-        return buffer
 
     def check_newest(self, version: int) -> None:
         """Check that the first sender has not begun a newer update, whose bytes may overwrite those of this update.

@@ -77,6 +77,18 @@ class MappedBuffers:
         self._where = where
         self._buffers: list[SharedBuffer] = []
 
+    def open(self, version: int, kept: Collection[int]) -> SharedBuffer:
+        """Return the buffer of the opened update `version`, as `map_latest` does. Raises `WeightSyncError` if a newer
+        update has begun, or the buffer cannot be opened."""
+        try:
+            buffer = self.map_latest(kept)
+        except WeightSyncError:
+            self._control.check_newest(version)
+            raise
+        self._control.fence()
+        self._control.check_newest(version)
+        return buffer
+
     def map_latest(self, kept: Collection[int]) -> SharedBuffer:
         """Return the current buffer, mapped. Only buffers with the serial numbers `kept` stay mapped beside it.
 

@@ -7,8 +7,8 @@ the next version is written into another buffer. Usually there are two buffers: 
 written.
 
 Buffers have no names, so no buffer is left over if a process is killed. The `ControlBlock` is in a small shared memory
-with a name, which is removed once every receiver is attached. If the sender is killed before that, Python's resource
-tracker removes the name.
+with a name, which is removed once every process is attached. If training rank 0 is killed before that, Python's
+resource tracker removes the name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
@@ -77,11 +76,11 @@ class SharedMemorySender(Sender, ABC):
         self._plan = plan
         self._rank = rank
         self.sends_parts = plan.senders > 1
-        self._held = parts_of(plan.parameters, rank)
-        shares = share_parts(plan.parameters, plan.senders)
-        self._own = {
-            parameter.name: [region for region, sender in share.items() if sender == rank]
-            for parameter, share in zip(plan.parameters, shares, strict=True)
+        self._held = {parameter.name: (parameter, region) for parameter, region in parts_of(plan.parameters, rank)}
+        self._writes = {  # names of the parameters of which this rank, and no other, writes the part that it holds
+            parameter.name
+            for parameter, share in zip(plan.parameters, share_parts(plan.parameters, plan.senders), strict=True)
+            if rank in share.values()
         }
 
     @abstractmethod
@@ -92,17 +91,16 @@ class SharedMemorySender(Sender, ABC):
         buffer = self._open(version, deadline)
         control, count = self._control, len(self._plan.buckets)
         sums: dict[str, str] = {}
-        planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held), source)
-        held = {parameter.name: region for parameter, region in self._held}
+        planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held.values()), source)
         for bucket in range(count):
             if bucket >= AHEAD:
                 self._wait_taken(version, bucket - AHEAD, deadline)
             for parameter, view in buffer.view_bucket(bucket):
-                if parameter.name not in held:
+                if parameter.name not in self._held:
                     continue
                 _, tensor = next(planned)
-                region = held[parameter.name]
-                if region in self._own[parameter.name]:
+                if parameter.name in self._writes:
+                    region = self._held[parameter.name][1]
                     sums[part_name(parameter, region)] = _write(tensor.detach(), view[as_slices(region)])
             control.check(version)
             control.fence()
@@ -120,11 +118,11 @@ class SharedMemorySender(Sender, ABC):
         def missing() -> str:
             late = ", ".join(
                 f"{index}{'' if control[control.receiver(index), ATTACHED] else ' (never connected)'}"
-                for index in control.behind(number)[0]
+                for index in control.not_taken(number)
             )
             return f"rollout replica {late} did not take bucket {bucket + 1} of {len(self._plan.buckets)}"
 
-        control.wait(lambda: not control.behind(number)[0], version, deadline, missing)
+        control.wait(lambda: not control.not_taken(number), version, deadline, missing)
 
     def abort(self, version: int) -> None:
         self._control.abort(version)
@@ -208,7 +206,7 @@ class OtherSender(SharedMemorySender):
 
     def _open(self, version: int, deadline: Deadline) -> SharedBuffer:
         self._control.wait_opened(version, deadline)
-        return self._control.while_newest(version, lambda: self._buffers.map_latest(self._control.held_serials()))
+        return self._buffers.open(version, self._control.held_serials())
 
     def close(self) -> None:
         """Close this side."""
@@ -227,17 +225,16 @@ def attach(plan: TransferPlan, where: str, seconds: float = 0.0) -> ControlBlock
         WeightSyncError: there is none on this host.
     """
     deadline = Deadline(seconds)
-    while not deadline.passed:
-        with suppress(FileNotFoundError, ValueError):  # ValueError: it has no size yet
+    while True:
+        try:
             return ControlBlock(plan, create=False)
+        except (FileNotFoundError, ValueError) as error:  # ValueError: it has no size yet
+            if deadline.passed:
+                raise WeightSyncError(
+                    f"{where} does not see the shared memory of training rank 0. Transport 'shared_memory' needs both "
+                    "processes on one host; choose another transport."
+                ) from error
         time.sleep(ATTACH_SECONDS / 1000)
-    try:
-        return ControlBlock(plan, create=False)
-    except FileNotFoundError as error:
-        raise WeightSyncError(
-            f"{where} does not see the shared memory of training rank 0. Transport 'shared_memory' needs both "
-            "processes on one host; choose another transport."
-        ) from error
 
 
 class SharedMemoryReceiver(Receiver):
@@ -256,7 +253,7 @@ class SharedMemoryReceiver(Receiver):
             for parameter, share in zip(plan.parameters, shares, strict=True)
             if len(share) > 1
         }
-        self._map_latest()  # an error should come here, not at the first update
+        self._buffers.map_latest(())  # an error should come here, not at the first update
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
@@ -264,12 +261,12 @@ class SharedMemoryReceiver(Receiver):
         have no `memory`, so that the engine must copy them."""
         control = self._control
         control.wait_opened(version, deadline)
-        buffer = control.while_newest(version, self._map_latest)
+        buffer = self._buffers.open(version, self._held_serials())
         memory = HeldBuffer(buffer, version, control, self._line, self._words) if self._words else None
         for bucket in range(len(self._plan.buckets)):
             number = control.number(version, bucket)
             control.wait(
-                lambda number=number: not control.behind(number)[1],  # type: ignore[misc]
+                lambda number=number: not control.not_written(number),  # type: ignore[misc]
                 version,
                 deadline,
                 lambda bucket=bucket, number=number: self._missing(bucket, number),  # type: ignore[misc]
@@ -293,12 +290,13 @@ class SharedMemoryReceiver(Receiver):
         }
 
     def _missing(self, bucket: int, number: int) -> str:
-        ranks = self._control.behind(number)[1] if self._plan.senders > 1 else []
+        ranks = self._control.not_written(number) if self._plan.senders > 1 else []
         senders = f" from training rank {', '.join(map(str, ranks))}" if ranks else ""
         return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive{senders}"
 
-    def _map_latest(self) -> SharedBuffer:
-        return self._buffers.map_latest({self._control[self._line, word] for word in HOLDS})
+    def _held_serials(self) -> set[int]:
+        """Return the serial numbers of the buffers that this replica holds."""
+        return {self._control[self._line, word] for word in HOLDS}
 
     def abort(self, version: int) -> None:
         self._control.abort(version)
