@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 
@@ -87,11 +88,64 @@ class AnonymousMemory:
 def map_privately(path: str) -> mmap.mmap:
     """Map another process's memory privately. A page is copied when this process first writes to it. Raises `OSError`
     if the memory no longer exists, or belongs to another user."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return PrivateMemory(path).memory
+
+
+class PrivateMemory:
+    """Another process's memory, mapped as `map_privately` says.
+
+    A mapping can be kept for the next version in the same memory, because to map each page anew takes as long as to sum
+    it. The memory then lives at least until the first `take` after its path leads to it no longer.
+
+    Attributes:
+        memory: the mapped bytes.
+    """
+
+    _kept: ClassVar[dict[str, PrivateMemory]] = {}
+
+    def __init__(self, path: str):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._path, self._file = path, _identify(descriptor)
+            self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def take(cls, path: str) -> PrivateMemory:
+        """Return the kept mapping of the memory at `path`, or a new one. Raises `OSError` as `map_privately` does."""
+        for kept in [*cls._kept.values()]:
+            if _identify(kept._path) != kept._file:
+                del cls._kept[kept._path]
+        return cls._kept.pop(path, None) or cls(path)
+
+    def keep(self) -> None:
+        """Keep the mapping, which no tensor may view any more, unless this process has written to a page."""
+        if not _has_copied_pages(self.memory):
+            self._kept[self._path] = self
+
+
+def _identify(file: str | int) -> tuple[int, int] | None:
+    """Return the numbers that no other memory has while this memory exists; None if there is nothing at the path."""
+    with suppress(OSError):
+        status = os.stat(file)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _has_copied_pages(memory: mmap.mmap) -> bool:
+    """Return False if no page of a private mapping was copied, as far as the kernel says."""
+    import numpy as np
+
+    first = np.frombuffer(memory, np.uint8).ctypes.data // mmap.PAGESIZE
+    count = -(-len(memory) // mmap.PAGESIZE)
     try:
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(descriptor)
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            pages.seek(first * 8)
+            states = np.frombuffer(pages.read(count * 8), np.uint64) >> 61  # bits: of a file or shared, swapped, present
+    except OSError:
+        return True
+    return len(states) < count or bool(((states > 1) & (states % 2 == 0)).any())
 
 
 def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
 from enginehouse.weights.checksums import checksums
-from enginehouse.weights.host_memory import map_privately
+from enginehouse.weights.host_memory import PrivateMemory
 
 
 class StagedSource:
@@ -31,13 +32,16 @@ class StagedSource:
     def __init__(self, parameters: Sequence[Any] = (), directory: str = ""):
         self.directory = directory
         self._parameters = parameters
-        self._memories = {path: map_privately(path) for path in {parameter[3] for parameter in parameters}}
+        self._memories = {path: PrivateMemory.take(path) for path in {parameter[3] for parameter in parameters}}
+        self._yielded: list[StorageWeakRef] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.directory:
             yield from _read_directory(self.directory)
         for name, dtype, shape, path, begin, _ in self._parameters:
-            yield name, _view_tensor(self._memories[path], dtype, shape, begin)
+            tensor = _view_tensor(self._memories[path].memory, dtype, shape, begin)
+            self._yielded.append(StorageWeakRef(tensor.untyped_storage()))
+            yield name, tensor
 
     @property
     def sums(self) -> list[str]:
@@ -56,11 +60,18 @@ class StagedSource:
             raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)
 
     def close(self) -> None:
-        """Unmap the memory. Raises `WeightSyncError` if the engine kept tensors that view the memory, which a later
-        version would overwrite."""
+        """End the use of the memory, and keep it mapped for a later version. Raises `WeightSyncError` if the engine kept
+        tensors that view the memory, which a later version would overwrite."""
         memories, self._memories, self._parameters = self._memories, {}, ()
+        if not self._all_freed():
+            gc.collect()
+            if not self._all_freed():
+                raise WeightSyncError("it kept tensors in the update's memory, instead of its own copies")
         for memory in memories.values():
-            _release(memory)
+            memory.keep()
+
+    def _all_freed(self) -> bool:
+        return all(storage.expired() for storage in self._yielded)
 
 
 def _view_tensor(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
@@ -80,14 +91,3 @@ def _read_directory(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
                 yield name, tensors.get_tensor(name)
-
-
-def _release(memory: mmap) -> None:
-    try:
-        memory.close()
-    except BufferError:
-        gc.collect()
-        try:
-            memory.close()
-        except BufferError:
-            raise WeightSyncError("it kept tensors in the update's memory, instead of its own copies") from None
