@@ -103,13 +103,13 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: 
     import torch
     import xxhash
 
-    read = source.detach().reshape(-1).view(torch.uint8)
-    written = target.view(-1).view(torch.uint8)
+    read = source.detach().reshape(-1).view(torch.uint8).numpy()
+    written = target.view(-1).view(torch.uint8).numpy()
     digest = xxhash.xxh3_64()
     for begin in range(0, len(read), block_bytes):
         block = read[begin : begin + block_bytes]
-        digest.update(block.numpy().data)
-        written[begin : begin + block_bytes].copy_(block)
+        digest.update(block.data)
+        written[begin : begin + block_bytes] = block
     return digest.hexdigest()
 
 

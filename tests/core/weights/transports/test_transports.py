@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transport_weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import WeightSyncError, WeightTransport
-from enginehouse.weights.checksums import checksum
+from enginehouse.weights.checksums import checksum, copy_with_checksum
+from enginehouse.weights.transports import shared_memory
 from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import address_of
@@ -287,3 +288,34 @@ def test_each_parameter_that_leaves_and_each_bucket_that_is_taken_restarts_both_
         connection.transfer(1, weights)
     assert len(restarts) == 2
     assert min(restarts.values()) >= 2 * len(weights)
+
+
+def test_shared_memory_writes_parameters_of_a_bucket_at_the_same_time(monkeypatch):
+    both = threading.Barrier(2, timeout=SECONDS)
+
+    def write(source, target):
+        both.wait()
+        return copy_with_checksum(source, target)
+
+    monkeypatch.setattr(shared_memory, "copy_with_checksum", write)
+    weights = {"a": torch.ones(4), "b": torch.zeros(4)}
+    with Connection(SharedMemoryTransport(), weights) as made:
+        (got,), sums = made.transfer(1, weights)
+    assert bytes_of(got) == bytes_of(weights)
+    assert list(sums.items()) == [(name, checksum(tensor)) for name, tensor in weights.items()]
+
+
+def test_a_bucket_of_shared_memory_that_is_not_written_whole_is_not_received(monkeypatch):
+    def write(source, target):
+        if source[0] == 0:
+            raise MemoryError("no memory for b")
+        return copy_with_checksum(source, target)
+
+    monkeypatch.setattr(shared_memory, "copy_with_checksum", write)
+    weights = {"a": torch.ones(4), "b": torch.zeros(4)}
+    with Connection(SharedMemoryTransport(), weights) as made:
+        sending = made.start_send(1, weights)[0]
+        with pytest.raises(WeightSyncError, match="aborted"):
+            next(made.receiver.recv(1, SECONDS))
+        with pytest.raises(MemoryError):
+            sending.result()

@@ -18,11 +18,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
 from enginehouse.weights.buckets import AHEAD, check_announced
-from enginehouse.weights.checksums import checksum, copy_with_checksum
+from enginehouse.weights.checksums import THREADS, checksum, copy_with_checksum
 from enginehouse.weights.parts import as_slices, part_name, parts_of, shape_of, share_parts
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
@@ -66,16 +67,18 @@ class SharedMemoryTransport(BucketTransport):
 class SharedMemorySender(Sender, ABC):
     """The sending side, at a training rank.
 
+    Several threads copy and sum, because memory is faster than one core.
+
     Attributes:
-        sends_parts: see `PartsSession`; True if there are several training ranks.
+        sends_parts: see `PartsSession`. Also a single rank sends parts, because those do not change before all are sent.
     """
 
+    sends_parts = True
     _control: ControlBlock
 
     def __init__(self, plan: TransferPlan, rank: int):
         self._plan = plan
         self._rank = rank
-        self.sends_parts = plan.senders > 1
         self._held = {parameter.name: (parameter, region) for parameter, region in parts_of(plan.parameters, rank)}
         self._writes = {  # names of the parameters of which this rank, and no other, writes the part that it holds
             parameter.name
@@ -92,19 +95,23 @@ class SharedMemorySender(Sender, ABC):
         control, count = self._control, len(self._plan.buckets)
         sums: dict[str, str] = {}
         planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held.values()), source)
-        for bucket in range(count):
-            if bucket >= AHEAD:
-                self._wait_taken(version, bucket - AHEAD, deadline)
-            for parameter, view in buffer.view_bucket(bucket):
-                if parameter.name not in self._held:
-                    continue
-                _, tensor = next(planned)
-                if parameter.name in self._writes:
-                    region = self._held[parameter.name][1]
-                    sums[part_name(parameter, region)] = _write(tensor.detach(), view[as_slices(region)])
-            control.check(version)
-            control.fence()
-            control[control.sender(self._rank), DONE] = control.number(version, bucket)
+        with ThreadPoolExecutor(THREADS, "weights") as threads:
+            for bucket in range(count):
+                if bucket >= AHEAD:
+                    self._wait_taken(version, bucket - AHEAD, deadline)
+                writes = {}
+                for parameter, view in buffer.view_bucket(bucket):
+                    if parameter.name not in self._held:
+                        continue
+                    _, tensor = next(planned)
+                    if parameter.name in self._writes:
+                        region = self._held[parameter.name][1]
+                        name = part_name(parameter, region)
+                        writes[name] = threads.submit(_write, tensor.detach(), view[as_slices(region)])
+                sums |= {name: write.result() for name, write in writes.items()}
+                control.check(version)
+                control.fence()
+                control[control.sender(self._rank), DONE] = control.number(version, bucket)
         for _ in planned:  # raises if there are surplus weights
             pass
         for bucket in range(max(0, count - AHEAD), count):
