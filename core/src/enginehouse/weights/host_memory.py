@@ -142,7 +142,7 @@ def _has_copied_pages(memory: mmap.mmap) -> bool:
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
             pages.seek(first * 8)
-            states = np.frombuffer(pages.read(count * 8), np.uint64) >> 61  # bits: of a file or shared, swapped, present
+            states = np.frombuffer(pages.read(count * 8), np.uint64) >> 61  # three bits: shared, swapped, present
     except OSError:
         return True
     return len(states) < count or bool(((states > 1) & (states % 2 == 0)).any())

@@ -60,8 +60,8 @@ class StagedSource:
             raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)
 
     def close(self) -> None:
-        """End the use of the memory, and keep it mapped for a later version. Raises `WeightSyncError` if the engine kept
-        tensors that view the memory, which a later version would overwrite."""
+        """End the use of the memory, which stays mapped for a later version. Raises `WeightSyncError` if the engine
+        kept tensors that view the memory, which a later version would overwrite."""
         memories, self._memories, self._parameters = self._memories, {}, ()
         if not self._all_freed():
             gc.collect()

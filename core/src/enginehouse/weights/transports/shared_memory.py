@@ -70,7 +70,7 @@ class SharedMemorySender(Sender, ABC):
     Several threads copy and sum, because memory is faster than one core.
 
     Attributes:
-        sends_parts: see `PartsSession`. Also a single rank sends parts, because those do not change before all are sent.
+        sends_parts: see `PartsSession`. A single rank sends parts too, because these do not change before all are sent.
     """
 
     sends_parts = True
