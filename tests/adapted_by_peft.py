@@ -58,5 +58,6 @@ def trained_by_peft(path, adapter, head):
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
         adamw.step()
         adamw.zero_grad()
-    adapters = {name: matrix.clone() for name, matrix in get_peft_model_state_dict(model).items()}
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    adapters = {name: matrix.clone() for name, matrix in state.items()}
     return norms, adapters, dict(model.merge_and_unload().state_dict())

@@ -64,7 +64,7 @@ class LayerAdapters(torch.nn.Module):
         sequence_parallel: bool,
     ):
         super().__init__()
-        self.list = torch.nn.ModuleList(adapters.values())
+        self.adapters = torch.nn.ModuleList(adapters.values())
         self.enabled = True
         self._by_name = dict(adapters)
         self._form, self._heads, self._scale = entry.form, heads, scale

@@ -143,7 +143,7 @@ class MegatronEngine:
 
     def _add_adapters(self, lora: LoraOptions) -> None:
         """Add adapters to the loaded model, and learn which adapters the other ranks have; collective."""
-        stored = {tensor.name: tensor.shape for stage in self._stages for tensor in stage}
+        stored = {tensor.name: tensor.shape for stage in self._stages for tensor in stage if tensor.split is not None}
         self._layers = self._architecture.choose_layers(lora, stored, self._config)
         for number, stage in enumerate(self._stages):
             if not any(tensor.name.removesuffix(".weight") in self._layers for tensor in stage):
@@ -280,8 +280,12 @@ class MegatronEngine:
         trained = None
         if (lora := self._options.lora) is not None:
             trained = [*self._adapters, *(entry for entry in self._mapped if entry.parameter.requires_grad)]
-            shape |= {"lora.alpha": lora.alpha, "lora.rank": lora.rank, "adapted layers": ", ".join(self._layers)}
+            shape |= {"lora.alpha": lora.alpha, "lora.rank": lora.rank, "adapted layers": self._describe_layers()}
         return checkpoints.CheckpointContent(self._models, training, parts, shape, trained)
+
+    def _describe_layers(self) -> str:
+        """Return the number of adapted layers and the ends of their names."""
+        return f"{len(self._layers)} of {', '.join(sorted({name.rpartition('.')[2] for name in self._layers}))}"
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""
