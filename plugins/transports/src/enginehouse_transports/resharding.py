@@ -10,7 +10,7 @@ of a shape, and a rank lists only its own moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,14 +51,16 @@ class Crossing:
     """What passes from one layout to another, of any parameter of one shape and dtype.
 
     Attributes:
+        places: places in `passages` by target.
         bytes_minimum: bytes of the parts of all targets.
-        sources: the rank that sends each passage; None if it is to be chosen for each parameter.
-        bytes_sent: bytes by rank of `sources`.
+        senders: the rank that sends each passage; None if it is to be chosen for each parameter.
+        bytes_sent: bytes by rank of `senders`.
     """
 
     passages: Sequence[Passage]
+    places: Mapping[int, Sequence[int]]
     bytes_minimum: int
-    sources: Sequence[int] | None
+    senders: Sequence[int] | None
     bytes_sent: Mapping[int, int]
 
     @classmethod
@@ -78,13 +80,16 @@ class Crossing:
             holders = next(iter(held.values()))
             whole = tuple((0, length) for length in parameter.shape)
             passages = [Passage(holders, receiver, whole, 0) for ranks in wanted.values() for receiver in ranks]
+        places: dict[int, list[int]] = {}
+        for place, passage in enumerate(passages):
+            places.setdefault(passage.target, []).append(place)
         needed = sum(volume(region) * element * len(receivers) for region, receivers in wanted.items())
         if any(len(passage.holders) > 1 for passage in passages):
-            return cls(passages, needed, None, {})
+            return cls(passages, places, needed, None, {})
         sent: dict[int, int] = {}
-        for (source,), _, _, nbytes in passages:
-            sent[source] = sent.get(source, 0) + nbytes
-        return cls(passages, needed, [source for (source,), *_ in passages], sent)
+        for (sender,), _, _, nbytes in passages:
+            sent[sender] = sent.get(sender, 0) + nbytes
+        return cls(passages, places, needed, [sender for (sender,), *_ in passages], sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +117,19 @@ class ReshardPlan:
 
     def moves_from(self, rank: int) -> dict[int, Move]:
         """Return the moves of a rank that sends, by number."""
-        return self._list_moves(lambda source, target: source == rank)
+        return self._list_moves(lambda _, senders: [place for place, sender in enumerate(senders) if sender == rank])
 
     def moves_to(self, rank: int) -> dict[int, Move]:
         """Return the moves to a rank that receives, by number."""
-        return self._list_moves(lambda source, target: target == rank)
+        return self._list_moves(lambda crossing, _: crossing.places.get(rank, ()))
 
-    def _list_moves(self, is_listed: Callable[[int, int], bool]) -> dict[int, Move]:
-        moves, number = {}, -1
-        for parameter, (crossing, sources) in enumerate(self.crossings):
-            for (_, target, region, nbytes), source in zip(crossing.passages, sources, strict=True):
-                number += 1
-                if is_listed(source, target):
-                    moves[number] = Move(parameter, source, target, region, nbytes)
+    def _list_moves(self, choose: Callable[[Crossing, Sequence[int]], Iterable[int]]) -> dict[int, Move]:
+        moves, first = {}, 0
+        for parameter, (crossing, senders) in enumerate(self.crossings):
+            for place in choose(crossing, senders):
+                _, target, region, nbytes = crossing.passages[place]
+                moves[first + place] = Move(parameter, senders[place], target, region, nbytes)
+            first += len(senders)
         return moves
 
     def __str__(self) -> str:
@@ -170,9 +175,7 @@ def plan_reshard(
         if key not in known:
             known[key] = Crossing.between(holding.holders(source), wanting.holders(target), source)
         crossing = known[key]
-        senders = crossing.sources
-        if senders is None:
-            senders = _choose_senders(crossing.passages, sent)
+        senders = _choose_senders(crossing, sent) if crossing.senders is None else crossing.senders
         for rank, nbytes in crossing.bytes_sent.items():
             sent[rank] += nbytes
         crossings.append((crossing, senders))
@@ -180,11 +183,11 @@ def plan_reshard(
     return ReshardPlan(crossings, {rank: nbytes for rank, nbytes in enumerate(sent) if nbytes}, minimum)
 
 
-def _choose_senders(passages: Sequence[Passage], sent: list[int]) -> list[int]:
+def _choose_senders(crossing: Crossing, sent: list[int]) -> list[int]:
     """Return the rank that sends each passage, and add to the bytes that ranks have `sent`."""
     senders = []
-    for holders, _, _, nbytes in passages:
-        sender = holders[0] if len(holders) == 1 else min(holders, key=sent.__getitem__)
+    for holders, _, _, nbytes in crossing.passages:
+        sender = min(holders, key=sent.__getitem__)
         sent[sender] += nbytes
         senders.append(sender)
     return senders
