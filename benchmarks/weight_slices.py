@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.weight_update import WORK, placed
@@ -46,13 +47,14 @@ class ByteCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes_read = 0
-        self._staged: set[int] = set()
+        self._staged: dict[int, StorageWeakRef] = {}  # a weak reference keeps the key from being used again
 
     def follow(self, staged: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Forget an earlier version, and yield staged tensors; what is read of them is counted from now on."""
         self._staged.clear()
         for name, tensor in staged:
-            self._staged.add(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            self._staged[storage._cdata] = StorageWeakRef(storage)
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
