@@ -3,7 +3,6 @@
 import math
 
 import torch
-
 from benchmarks.weight_slices import ByteCounter, experts_model
 
 

@@ -48,7 +48,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What passes from one layout to another, of any parameter of one shape and dtype.
+    """All passages from one layout to another, of any parameter of one shape and dtype.
 
     Attributes:
         places: places in `passages` by target.
