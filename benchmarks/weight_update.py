@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.environments import ROOT, interpreter_of
@@ -203,8 +204,17 @@ def placed(
     bucket_mib: int,
     device: str,
     transport: str,
+    worker: type | None = None,
+    further_options: Mapping[str, Any] = MappingProxyType({}),
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Start the workers of both roles and connect them; end them on the way out."""
+    """Start the workers of both roles and connect them; end them on the way out.
+
+    Args:
+        worker: class of the rollout workers; None: `TimedRolloutWorker`.
+        further_options: further options of the rollout engine.
+        env: further environment variables of the rollout workers.
+    """
     from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
     from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
     from enginehouse.engines.model import ModelSpec
@@ -215,12 +225,12 @@ def placed(
     record = plugins().get("rollout", rollout, elsewhere=True)
     found = interpreter_of(record, runtime, device)
     known = resolve(record.options).model_fields
-    options = {name: value for name, value in FASTEST_OPTIONS.items() if name in known}
+    options = {name: value for name, value in FASTEST_OPTIONS.items() if name in known} | dict(further_options)
     spec = ModelSpec(model)
     specs = {
         "actor": WorkerSpec(TimedTrainWorker, train, spec, {"lr": 1e-6}).options(env={"PYTHONPATH": str(ROOT)}),
-        "rollout": WorkerSpec(TimedRolloutWorker, rollout, spec, options).options(
-            python=found.python, env=beside(found.env), distributed=False
+        "rollout": WorkerSpec(worker or TimedRolloutWorker, rollout, spec, options).options(
+            python=found.python, env=beside(found.env) | env, distributed=False
         ),
     }
     with ExitStack() as stack:

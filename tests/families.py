@@ -258,8 +258,8 @@ train it. A weight update then brings back the original weights. vLLM must agree
 makes the same checks for model classes that are not listed, but their log-probabilities have not been compared.
 
 Parts of a checkpoint that the class does not read, such as vision towers or heads that predict further tokens, are not
-trained. The export contains them unchanged. `fsdp` trains adapters (LoRA); peft's `AutoPeftModelForCausalLM` loads the
-adapter that `train.export=adapter` saves.
+trained. The export contains them unchanged. `fsdp` and `megatron` train adapters (LoRA); peft's
+`AutoPeftModelForCausalLM` loads the adapter that `train.export=adapter` saves.
 """
 
 

@@ -78,7 +78,7 @@ def fsdp_peak(config: Mapping[str, Any], options: FSDPOptions, ranks: int, token
         tokens: of the micro-batch; each is needed.
         longest: tokens of each of its rows.
     """
-    with _ranks(ranks):
+    with fake_ranks(ranks):
         model, mesh = empty_model(config, torch.float32), device_mesh(CPU, axis_sizes(ranks, options))
         with FakeTensorMode(allow_non_fake_inputs=True), _as_on_a_gpu():
             shard_model(model, ModelSpec("", dtype="bfloat16"), options, mesh, CPU).eval()
@@ -113,7 +113,7 @@ def empty_model(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedMode
 
 
 @contextlib.contextmanager
-def _ranks(number: int) -> Iterator[None]:
+def fake_ranks(number: int) -> Iterator[None]:
     """Be the first of so many ranks, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
     try:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_by_peft import OPTIONS, STEPS, adapted_by_peft, column_by_peft, trained_by_peft
 from expert_models import expert_model
-from fsdp_train_cases import go_on, save
+from fsdp_train_cases import go_on, own_shard, save
 from rank_processes import rank_processes
 from safetensors.torch import load_file
 from torch_train_cases import (
@@ -14,7 +15,6 @@ from torch_train_cases import (
     SQUARED_ERROR,
     make_batch,
     oracle_outputs,
-    oracle_policy_loss,
     plain_model,
     weights_of,
 )
@@ -22,6 +22,7 @@ from torch_train_cases import (
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse_testing.checks.train.outgoing import judge_weights, read_source
 from enginehouse_testing.models import tiny_model
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.loading import load_model
@@ -29,8 +30,6 @@ from enginehouse_torch.modeling.loading import load_model
 pytestmark = pytest.mark.slow
 
 LORA = {"rank": 4, "alpha": 8}
-OPTIONS = {"lr": 5e-3, "eps": 1e-6, "weight_decay": 0.01, "tokens_per_microbatch": 40}
-STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -62,71 +61,24 @@ def train(engine, head, shard, steps=STEPS):
     return stepped
 
 
-def adapted_by_peft(path, adapter, head="causal_lm", trainable=True):
-    """The model with an exported adapter, as `peft` alone loads it."""
-    from peft import PeftModel
-
-    base = plain_model(path) if head == "causal_lm" else load_model(ModelSpec(path=path, head=head), "cpu")
-    model = PeftModel.from_pretrained(base, adapter, is_trainable=trainable)
-    if head == "value":
-        base.score.requires_grad_(trainable)
-    return model
-
-
-def column_by_peft(model, head, batch):
-    """Logprobs or values of all of a batch's tokens, each row by itself, differentiably."""
-    base = model.get_base_model()
-    found = []
-    for row in range(len(batch)):
-        ids = batch.row(row)["input_ids"]
-        if head == "causal_lm":
-            found.append(oracle_outputs(base, ids, 0.7)[0])
-        else:
-            hidden = base.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-            found.append(torch.cat([torch.zeros(1), base.score(hidden)[:, 0]]))
-    return torch.cat(found)
-
-
-def trained_by_peft(path, adapter, head):
-    """Gradient norms of the steps, and the merged weights after them."""
-    batch = make_batch(4, 4)
-    model = adapted_by_peft(path, adapter, head)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=OPTIONS["lr"], eps=OPTIONS["eps"], weight_decay=OPTIONS["weight_decay"])
-    mask = batch.ragged("loss_mask").values
-    norms = []
-    for _ in range(STEPS):
-        if head == "causal_lm":
-            loss = oracle_policy_loss(model.get_base_model(), batch)
-        else:
-            wrong = column_by_peft(model, head, batch) - batch.ragged("returns").values
-            loss = (wrong[mask] ** 2).mean()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        adamw.step()
-        adamw.zero_grad()
-    return norms, dict(model.merge_and_unload().state_dict())
-
-
-def _first_adapter(rank, world_size, path, directory, seed, lora):
-    engine = make_adapted(path, rank, world_size, seed=seed, lora=lora)
+def _first_adapter(rank, world_size, path, directory, seed, lora, split=1):
+    engine = make_adapted(path, rank, world_size, seed=seed, lora=lora, tensor_parallel=split)
     engine.export_adapter(directory)
     engine.shutdown()
 
 
 def _train(rank, world_size, path, head, sizes, lora, options, directory):
     engine = make_adapted(path, rank, world_size, head, lora=lora, **options)
-    shard = make_batch(4, 4).split(sizes)[rank]
+    shard = own_shard(engine, sizes)
     first = weights_of(engine)
     norms = [step["grad_norm"] for step in train(engine, head, shard)]
-    last, parameters = weights_of(engine), engine.weight_source().metadata()
-    own = {name: tuple(part.shape) for name, part in engine.weight_source().iter_local()}
+    merged, adapter = read_source(engine.weight_source()), read_source(engine.adapter_source())
     scores = engine.forward(shard, outputs_of(head))
     engine.export_hf(f"{directory}/merged")
     if head == "causal_lm":
         engine.export_adapter(f"{directory}/adapter")
     engine.shutdown()
-    return first, norms, last, parameters, own, scores
+    return first, norms, merged, adapter, scores
 
 
 @pytest.mark.parametrize(
@@ -138,19 +90,30 @@ def _train(rank, world_size, path, head, sizes, lora, options, directory):
         ([8, 8], "value", True, {}, {}),
         ([3, 13], "value", False, {}, {"reshard_after_forward": False}),
         ([4, 0, 6, 6], "causal_lm", False, {"rank": 1}, {"cpu_offload": True, "replicas": 2}),
+        ([16], "causal_lm", False, {"targets": ["q_proj", "o_proj", "down_proj", "lm_head"]}, {"tensor_parallel": 2}),
+        ([9, 7], "causal_lm", True, {"rank": 3}, {"tensor_parallel": 2, "activation_checkpointing": True}),
+        ([3, 13], "value", False, {}, {"tensor_parallel": 2, "cpu_offload": True}),
     ],
     ids=str,
 )
 def test_any_layout_trains_serves_and_exports_as_peft_does(run_ranks, tmp_path, sizes, head, tied, lora, options):
     path, lora = tiny_model("qwen3", tied), {**LORA, **lora}
     run_ranks(1, _first_adapter, path, str(tmp_path / "first"), 0, lora)
-    expected_norms, expected = trained_by_peft(path, str(tmp_path / "first"), head)
+    expected_norms, expected_adapter, expected = trained_by_peft(path, str(tmp_path / "first"), head)
     base = load_model(ModelSpec(path=path, head=head), "cpu").state_dict()
-    results = run_ranks(len(sizes), _train, path, head, sizes, lora, options, str(tmp_path))
+    ranks = len(sizes) * options.get("tensor_parallel", 1)
+    results = run_ranks(ranks, _train, path, head, sizes, lora, options, str(tmp_path))
     targets = ("proj",) if "targets" not in lora else tuple(lora["targets"])
-    for first, norms, last, parameters, own, _ in results:
+    for kind in (2, 3):
+        sources = [result[kind] for result in results]
+        parts = judge_weights(sources, sources[0][1], "merged weights" if kind == 2 else "the adapter")
+        assert parts.error == 0, parts.detail
+    for first, norms, (_, last, _), (_, adapter, _), _ in results:
         assert norms == pytest.approx(expected_norms, rel=1e-4)
-        assert list(first) == list(last) == list(own) == [parameter.name for parameter in parameters]
+        assert list(first) == list(last)
+        assert adapter.keys() == expected_adapter.keys()
+        for name, matrix in adapter.items():
+            torch.testing.assert_close(matrix, expected_adapter[name], atol=1e-4, rtol=0)
         assert set(last) == set(base) - ({"lm_head.weight"} if tied else set())
         for name, weight in last.items():
             assert torch.equal(first[name], base[name]), "adapters that begin at zero changed a weight"
@@ -159,16 +122,15 @@ def test_any_layout_trains_serves_and_exports_as_peft_does(run_ranks, tmp_path, 
             assert torch.equal(weight, base[name]) != changed, name
             if changed:
                 assert (weight - base[name]).abs().max() > 1e-3, "nothing was learned: there is nothing to compare"
-            assert torch.equal(weight, results[0][2][name]), "ranks gathered different weights"
     exported = load_model(ModelSpec(path=str(tmp_path / "merged"), head=head), "cpu").state_dict()
-    assert all(torch.equal(exported[name], weight) for name, weight in results[0][2].items()), "not bit for bit"
+    assert all(torch.equal(exported[name], weight) for name, weight in results[0][2][1].items()), "not bit for bit"
     if head == "causal_lm":
         loaded = adapted_by_peft(path, str(tmp_path / "adapter"), trainable=False)
         batch = make_batch(4, 4)
         mask = batch.ragged("loss_mask").values
         with torch.no_grad():
             logprobs = torch.where(mask, column_by_peft(loaded, head, batch), 0.0)
-        found = torch.cat([scores["logprobs"].values for *_, scores in results])
+        found = torch.cat([scores["logprobs"].values for *_, scores in results if scores is not None])
         torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
 
 
@@ -211,12 +173,12 @@ def test_without_its_adapters_a_model_is_the_reference_that_a_copy_would_be(run_
 
 def test_the_first_adapters_depend_on_seed_and_name_alone(run_ranks, tmp_path):
     found = []
-    for number, (world_size, seed) in enumerate([(1, 0), (2, 0), (1, 1)]):
-        run_ranks(world_size, _first_adapter, tiny_model(), str(tmp_path / str(number)), seed, LORA)
+    for number, (world_size, seed, split) in enumerate([(1, 0, 1), (2, 0, 1), (2, 0, 2), (1, 1, 1)]):
+        run_ranks(world_size, _first_adapter, tiny_model(), str(tmp_path / str(number)), seed, LORA, split)
         found.append(load_file(tmp_path / str(number) / "adapter_model.safetensors"))
-    one, two, other = found
-    assert one.keys() == two.keys() == other.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    one, sharded, split, other = found
+    assert one.keys() == sharded.keys() == split.keys() == other.keys()
+    assert all(torch.equal(one[name], sharded[name]) and torch.equal(one[name], split[name]) for name in one)
     downs = [name for name in one if ".lora_A." in name]
     assert len(downs) == 2 * 7
     assert not any(torch.equal(one[name], other[name]) for name in downs)
@@ -227,9 +189,9 @@ def test_the_first_adapters_depend_on_seed_and_name_alone(run_ranks, tmp_path):
         assert 0.8 * bound < one[name].abs().max() <= bound
 
 
-def _half(rank, world_size, path, directory):
-    engine = make_adapted(path, rank, world_size, dtype="bfloat16")
-    shard = make_batch(4, 4).split(world_size)[rank]
+def _half(rank, world_size, path, directory, sizes, options):
+    engine = make_adapted(path, rank, world_size, dtype="bfloat16", **options)
+    shard = own_shard(engine, sizes)
     scores = engine.forward(shard, outputs_of("causal_lm"))
     train(engine, "causal_lm", shard)
     engine.export_adapter(directory)
@@ -239,9 +201,12 @@ def _half(rank, world_size, path, directory):
     return scores, kept, weights
 
 
-def test_half_precision_trains_float32_adapters_on_a_half_base_and_rounds_what_it_serves_once(run_ranks, tmp_path):
+@pytest.mark.parametrize(("sizes", "options"), [([8, 8], {}), ([16], {"tensor_parallel": 2})], ids=str)
+def test_half_precision_trains_float32_adapters_on_a_half_base_and_rounds_what_it_serves_once(
+    run_ranks, tmp_path, sizes, options
+):
     path = tiny_model()
-    results = run_ranks(2, _half, path, str(tmp_path))
+    results = run_ranks(2, _half, path, str(tmp_path), sizes, options)
     assert [kept for _, kept, _ in results] == [{("torch.bfloat16", False), ("torch.float32", True)}] * 2
     batch = make_batch(4, 4)
     coarse = plain_model(path).bfloat16().float()
@@ -252,7 +217,7 @@ def test_half_precision_trains_float32_adapters_on_a_half_base_and_rounds_what_i
         torch.testing.assert_close(weight.float(), merged[name], rtol=2**-8, atol=1e-6)
     logprobs = torch.cat([oracle_outputs(plain_model(path), batch.row(row)["input_ids"], 0.7)[0] for row in range(16)])
     logprobs = torch.where(batch.ragged("loss_mask").values, logprobs, 0.0)
-    found = torch.cat([scores["logprobs"].values for scores, *_ in results])
+    found = torch.cat([scores["logprobs"].values for scores, *_ in results if scores is not None])
     assert 0 < (found - logprobs).abs().max() < 0.2
 
 
@@ -262,13 +227,26 @@ def adapted_by_peft_on(model, adapter):
     return PeftModel.from_pretrained(model, adapter)
 
 
-def test_a_checkpoint_holds_no_base_weights_and_goes_on_alike_with_other_ranks(run_ranks, tmp_path):
+LAYOUTS = {"single": ([16], 1), "shard2": ([8, 8], 1), "tp2": ([16], 2), "tp2xshard2": ([8, 8], 2)}
+"""Rows of each data-parallel rank, and the number of ranks that split matrices."""
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("shard2", ("single", "shard2", "tp2")), ("tp2xshard2", ("shard2", "tp2"))]
+)
+def test_a_checkpoint_holds_no_base_weights_and_goes_on_alike_with_other_ranks(run_ranks, tmp_path, written, read):
     from torch.distributed.checkpoint import FileSystemReader
 
-    path, options = tiny_model(), {**OPTIONS, "lora": LORA}
-    (_, expected), *_ = run_ranks(2, save, path, [8, 8], str(tmp_path), options)
-    for sizes in ([16], [8, 8]):
-        for _, found in run_ranks(len(sizes), go_on, path, sizes, str(tmp_path), options):
+    path = tiny_model()
+
+    def run(case, layout):
+        sizes, split = LAYOUTS[layout]
+        options = {**OPTIONS, "lora": LORA, "tensor_parallel": split}
+        return run_ranks(len(sizes) * split, case, path, sizes, str(tmp_path), options)
+
+    (_, expected), *_ = run(save, written)
+    for layout in read:
+        for _, found in run(go_on, layout):
             for name, weight in expected.items():
                 torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
     held = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
@@ -334,13 +312,6 @@ def test_fused_experts_are_served_as_stored_beside_adapted_layers():
     assert all(torch.equal(first[name], weight) for name, weight in stored.items())
     changed = {name.split(".")[-2] for name in last if not torch.equal(last[name], first[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_adapters_and_tensor_parallel_exclude_each_other_before_a_process_starts():
-    from enginehouse_fsdp.options import FSDPOptions
-
-    with pytest.raises(ConfigError, match="lora and tensor_parallel=2 exclude each other"):
-        FSDPOptions(lora=LORA, tensor_parallel=2).check(4)
 
 
 def test_an_adapter_is_exported_only_where_that_says_all():

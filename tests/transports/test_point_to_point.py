@@ -265,7 +265,10 @@ def test_a_stream_that_says_what_was_not_planned_ends_the_connection():
 def test_a_replica_connects_only_to_ranks_that_send_to_it():
     """Two ranks hold the same one parameter and serve a replica each."""
     plan = planned([ParamMeta("a", "float32", (5, 2), (0, 1))], 2, 2)
-    assert [(move.source, move.target) for move in plan_moves(plan).moves] == [(0, 0), (1, 1)]
+    assert [(move.source, move.target) for rank in range(2) for move in plan_moves(plan).moves_to(rank).values()] == [
+        (0, 0),
+        (1, 1),
+    ]
     transport = PointToPointTransport()
     senders = [transport.connect(plan, "send", rank) for rank in range(2)]
     reached = plan.reached([address_of(senders[0], "localhost"), "localhost:1"])

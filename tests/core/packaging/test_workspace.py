@@ -110,6 +110,7 @@ def taken(extras: dict, name: str) -> set[str]:
 LIGHT = {
     "environments": ["bm25s>=0.2", "fastapi>=0.115", "gymnasium>=1.0", "uvicorn>=0.30"],
     "fsdp": ["accelerate>=1.10", "peft>=0.18"],
+    "megatron": ["peft>=0.18"],
     "recipes": ["datasets>=3.0"],
     "report": ["prometheus-client>=0.20"],
     "rl": ["datasets>=3.0", "huggingface_hub>=0.34", "pyyaml>=6.0", "tensorboardX>=2.6.2"],

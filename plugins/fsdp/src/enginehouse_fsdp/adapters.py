@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.engines.weights import ParamMeta
-from enginehouse.errors import ConfigError, ModelError, listed, nearest
-from enginehouse_fsdp.gathering import own_part
-from enginehouse_torch.modeling.export import share_weights
+from enginehouse.errors import ModelError, listed
+from enginehouse_fsdp.axes import SHARD
+from enginehouse_fsdp.gathering import Gathering, own_part
+from enginehouse_torch.modeling.adapters import check_alike, choose_layers, draw_down, name_in_file, peft_config
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.holding import VALUE_HEAD, find_unreached
 from enginehouse_torch.modeling.schedule import lr_factors
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from enginehouse.engines.model import ModelSpec
@@ -68,7 +66,7 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
     """
     base = base_state(state)
     layers = {name: name.removesuffix(".weight") for name in names if name.removesuffix(".weight") + UP in state}
-    downs = _gather_columns([state[layer + DOWN] for layer in layers.values()])
+    downs = _gather_rows([state[layer + DOWN] for layer in layers.values()])
     weights = {name: base[name] for name in names}
     for (name, layer), down in zip(layers.items(), downs, strict=True):
         weight, up = base[name], state[layer + UP]
@@ -82,20 +80,20 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
     return weights
 
 
-def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Gather matrices with the same number of rows in one collective, side by side. All of them must be split over the
-    ranks in the same way."""
-    if not tensors or not isinstance(first := tensors[0], DTensor):
-        return tensors
-    axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
-    group = first.device_mesh.get_group(axis)
-    own = torch.cat([own_part(tensor) for tensor in tensors], dim=1)
+def _gather_rows(downs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Gather all rows of matrices A in one collective, side by side. Of the columns, a rank keeps those that it holds:
+    they belong to the columns of the weight that it holds."""
+    if not downs or not isinstance(first := downs[0], DTensor):
+        return downs
+    group = first.device_mesh.get_group(SHARD)
+    parts = [own_part(down) for down in downs]
+    own = torch.cat(parts, dim=1)
     each = -(-first.shape[0] // group.size())
     padded = own.new_zeros(each, own.shape[1])
     padded[: own.shape[0]] = own
     rows = own.new_empty(group.size() * each, own.shape[1])
     dist.all_gather_into_tensor(rows, padded, group=group)
-    return rows[: first.shape[0]].split([tensor.shape[1] for tensor in tensors], dim=1)
+    return rows[: first.shape[0]].split([part.shape[1] for part in parts], dim=1)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> None:
@@ -110,8 +108,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     from peft import inject_adapter_in_model
 
     targets = _find_targets(model, lora)
-    inject_adapter_in_model(_peft_config(lora, targets), model, ADAPTER, low_cpu_mem_usage=True)
-    adapted = {name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)}
+    inject_adapter_in_model(peft_config(lora, targets), model, ADAPTER, low_cpu_mem_usage=True)
+    adapted = set(adapted_layers(model))
     if adapted != set(targets):
         disputed = min(adapted ^ set(targets))
         raise ModelError(
@@ -122,6 +120,27 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+
+
+def split_like_weights(model: PreTrainedModel, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the tensor-parallel style of each layer, also of an adapted layer's weight and adapters.
+
+    If a weight is split by outputs, so is its B, and every rank has the whole A. If it is split by inputs, so is its A,
+    and every rank has the whole B.
+
+    Args:
+        model: the model, with or without adapters.
+        styles: the style of each layer of the model without adapters.
+    """
+    adapted = set(adapted_layers(model))
+    spread = {}
+    for name, style in styles.items():
+        if name in adapted:
+            spread[f"{name}.base_layer"] = style
+            spread[f"{name}.{'lora_A' if style.startswith('rowwise') else 'lora_B'}.{ADAPTER}"] = style
+        else:
+            spread[name] = style
+    return spread
 
 
 @contextmanager
@@ -141,19 +160,13 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Initialise adapters: B with zero, A uniformly within `1 / sqrt(in)` as `peft` does, seeded by `seed` and name.
-
-    Each rank samples the whole of A and keeps its rows; nothing communicates.
-    """
+    """Initialise adapters: B with zero, A as `draw_down` says. Nothing communicates."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(UP):
                 parameter.zero_()
             elif name.endswith(DOWN):
-                digest = hashlib.sha256(f"{seed} {name.removesuffix(DOWN)}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-                bound = 1 / math.sqrt(parameter.shape[1])
-                _keep_own(parameter, (2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
+                _keep_own(parameter, draw_down(name.removesuffix(DOWN), parameter.shape, seed))
 
 
 def _keep_own(parameter: torch.Tensor, whole: torch.Tensor) -> None:
@@ -172,36 +185,16 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in unreached
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in unreached and name != VALUE_HEAD
     }
-    linear.pop(VALUE_HEAD, None)
-    output_name = next((name for name, module in linear.items() if module is output), None)
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if output_name is not None and (lora.targets == "all-linear" or tied):
-        del linear[output_name]
-    chosen = set(linear) if lora.targets == "all-linear" else set()
-    for target in [] if lora.targets == "all-linear" else lora.targets:
-        matches = {name for name in linear if _matches(target, name)}
-        if not matches and output_name is not None and _matches(target, output_name):
-            raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is tied to the embedding")
-        if not matches:
-            raise ConfigError(
-                f"fsdp: lora.targets: {type(model).__name__} has no linear layer {target!r}. "
-                + nearest(target, {name.rpartition(".")[2] for name in linear})
-            )
-        chosen |= matches
-    if not chosen:
-        raise ConfigError(
-            f"fsdp: lora: nothing to adapt: lora.targets is empty, or {type(model).__name__} has no linear layer"
-        )
-    ordered = [name for name in linear if name in chosen]
-    smallest = min(ordered, key=lambda name: min(linear[name].weight.shape))
-    if lora.rank > (most := min(linear[smallest].weight.shape)):
-        raise ConfigError(
-            f"fsdp: lora.rank is {lora.rank}, but {smallest!r} has the shape {tuple(linear[smallest].weight.shape)}: "
-            f"lower the rank to at most {most}, or leave {smallest.rpartition('.')[2]!r} out of lora.targets"
-        )
-    return ordered
+    return choose_layers(
+        lora,
+        {name: module.weight.shape for name, module in linear.items()},
+        engine="fsdp",
+        model=type(model).__name__,
+        output=next((name for name, module in linear.items() if module is output), ""),
+        tied=getattr(model.config.get_text_config(), "tie_word_embeddings", False),
+    )
 
 
 def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
@@ -230,26 +223,6 @@ def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
     )
 
 
-def _matches(target: str, name: str) -> bool:
-    """Return True if a target is a module's full name or the end of it."""
-    return name == target or name.endswith(f".{target}")
-
-
-def _peft_config(
-    lora: LoraOptions, targets: Iterable[str], base: str | None = None, inference: bool = False
-) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
-        target_modules=list(targets),
-        base_model_name_or_path=base,
-        inference_mode=inference,
-    )
-
-
 class AdapterWeights:
     """The `WeightSource` of a model's adapters: every A and B, whole on every rank, under the names of a `peft` file.
 
@@ -269,14 +242,11 @@ class AdapterWeights:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each whole matrix on every rank; collective."""
-        by_rows: dict[int, list[str]] = {}  # matrices that one collective gathers
-        for name, tensor in self._matrices.items():
-            by_rows.setdefault(tensor.shape[0], []).append(name)
-        whole: dict[str, torch.Tensor] = {}
-        for names in by_rows.values():
-            whole |= zip(names, _gather_columns([self._matrices[name] for name in names]), strict=True)
-        for name in self._matrices:
-            yield _name_in_file(name), whole[name].to(self._dtype)
+        tensors = list(self._matrices.values())
+        gathering = Gathering.start(
+            list(self._matrices), tensors, [own_part(tensor) for tensor in tensors], self._dtype
+        )
+        yield from ((_name_in_file(name), whole.to(self._dtype)) for name, whole in gathering.wait())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same as `iter_full`, because adapters are small."""
@@ -284,25 +254,15 @@ class AdapterWeights:
 
 
 def _name_in_file(name: str) -> str:
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
-
-
-def write_adapter(
-    directory: Path, model: PreTrainedModel, lora: LoraOptions, base: str, weights: Mapping[str, torch.Tensor]
-) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json` of the `weights` of `AdapterWeights`."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in weights.items()}, directory / "adapter_model.safetensors"
+    """Return the name in a file of `peft` of a parameter of an adapter."""
+    return (
+        name_in_file(name.removesuffix(DOWN), "A") if name.endswith(DOWN) else name_in_file(name.removesuffix(UP), "B")
     )
-    adapted = [name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)]
-    endings = {name.rpartition(".")[2] for name in adapted}
-    modules = [name for name, _ in model.named_modules()]
-    exact = {name for name in modules if name.rpartition(".")[2] in endings} == set(adapted)
-    _peft_config(lora, sorted(endings) if exact else adapted, base, inference=True).save_pretrained(str(directory))
-    share_weights(directory, directory / "adapter_config.json")
+
+
+def adapted_layers(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the layers that have adapters."""
+    return [name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)]
 
 
 def select_trained(
@@ -333,10 +293,7 @@ def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[s
     if not saved_names:
         return
     saved, expected = _find_sign(saved_names, OF_BASE), _find_sign(model_names, OF_BASE)
-    if saved and not expected:
-        raise CheckpointError(f"checkpoint {path!r} holds adapters: set the option lora as in the run that saved it")
-    if expected and not saved:
-        raise CheckpointError(f"checkpoint {path!r} holds a whole model and no adapters: leave the option lora unset")
+    check_alike(path, saved=bool(saved), expected=bool(expected))
     if saved != expected:
         raise CheckpointError(f"checkpoint {path!r} holds adapters of a base model with other names or shapes")
     if (saved := _find_sign(saved_names, ALPHA)) != (expected := _find_sign(model_names, ALPHA)):

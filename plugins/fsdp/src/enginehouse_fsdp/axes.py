@@ -22,7 +22,7 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
     """Return the number of ranks of each axis, outermost first, without unused axes except `dp_shard`.
 
     Raises:
-        ConfigError: the options do not divide the ranks, or `tp` is requested together with adapters.
+        ConfigError: the options do not divide the ranks.
     """
     sizes = {REPLICATE: options.replicas, CONTEXT: options.context_parallel, TENSOR: options.tensor_parallel}
     if world_size % options.replicas:
@@ -34,11 +34,6 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
     for name, ranks in (("tensor_parallel", options.tensor_parallel), ("context_parallel", options.context_parallel)):
         check_divides(f"fsdp: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) that are left for it")
         ranks_left //= ranks
-    if options.lora is not None and options.tensor_parallel > 1:
-        raise ConfigError(
-            f"fsdp: lora and tensor_parallel={options.tensor_parallel} exclude each other: a model's plan splits no "
-            "adapters; use tensor_parallel=1, which shards the model over the same ranks"
-        )
     sizes[SHARD] = world_size // math.prod(sizes.values())
     return {axis: sizes[axis] for axis in (REPLICATE, SHARD, CONTEXT, TENSOR) if axis == SHARD or sizes[axis] > 1}
 

@@ -27,6 +27,7 @@ from enginehouse_fsdp.sharding import (
     unsharded_class,
 )
 from enginehouse_torch.modeling import checkpoint, export
+from enginehouse_torch.modeling.adapters import describe_no_export, write_adapter
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
@@ -266,15 +267,11 @@ class FSDPEngine:
         """
         lora = self._options.lora
         if lora is None or self._spec.head == "value":
-            raise EnginehouseError(
-                f"{self._context}: there is no adapter to export: "
-                + ("the option lora is unset" if lora is None else "a value head needs a whole model; use export_hf")
-            )
+            raise EnginehouseError(describe_no_export(self._context, has_adapters=lora is not None))
         self._offloading.need("params", to="export the adapter")
         weights = dict(adapters.AdapterWeights(unique_state(self._model, self._stored), torch.float32).iter_full())
-        self._ranks.on_rank_zero(
-            lambda: adapters.write_adapter(Path(path), self._model, lora, self._spec.path, weights)
-        )
+        layers, modules = adapters.adapted_layers(self._model), [name for name, _ in self._model.named_modules()]
+        self._ranks.on_rank_zero(lambda: write_adapter(Path(path), lora, self._spec.path, layers, modules, weights))
 
     def shutdown(self) -> None:
         """Finish a save in progress, release the model and leave the process group."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse_fsdp.axes import CONTEXT, REPLICATE, SHARD, TENSOR, axis_sizes
-from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, head_bytes
+from enginehouse_torch.modeling.sizes import adapter_parameters, block_backward_bytes, block_bytes, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions
@@ -30,7 +30,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     tokens = demand.tokens(options.tokens_per_microbatch, shares) // context
     block, root = size * shape.block_parameters // split, size * shape.root_parameters // split
     shards = 4 * shape.parameters // sharing
-    trained = _adapter_parameters(options, shape) if options.lora is not None else shape.parameters
+    trained = adapter_parameters(options.lora, shape) if options.lora is not None else shape.parameters
     states = 4 * trained // (1 if options.lora is not None else sharing) if demand.trained else 0
     held = {"weights": shards, "optimizer": 2 * states}
     gathered = root + (shape.layers * block if not options.reshard_after_forward else 0)
@@ -64,10 +64,3 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
         host, held = sum(held.values()) + states, {}
         fullest["gradients"] = fullest.get("gradients", 0) - states
     return MemoryUse(held=held, working=fullest, updating={"staging": 2 * BUCKET_BYTES}, host=host, measured=True)
-
-
-def _adapter_parameters(options: FSDPOptions, shape) -> int:
-    """Return the number of adapter parameters if all matrices of all blocks have adapters."""
-    assert options.lora is not None
-    sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)
-    return shape.layers * options.lora.rank * sizes

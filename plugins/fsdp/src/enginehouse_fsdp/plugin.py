@@ -6,9 +6,6 @@ from enginehouse.plugin import Layout, TrainBackend, capabilities, hookimpl
 
 enginehouse_protocol = "1.1"
 
-NOT_SPLIT = (capabilities.ADAPTER_UPDATES, capabilities.EXPERTS, capabilities.LORA)
-"""Capabilities that tensor parallelism excludes."""
-
 
 @hookimpl
 def enginehouse_register_backends(register):
@@ -34,8 +31,8 @@ def enginehouse_register_backends(register):
                 Layout("shard2", 2),
                 Layout("shard4", 4),
                 Layout("replicas2-shard2", 4, {"replicas": 2}),
-                Layout("tp2", 2, {"tensor_parallel": 2}, without=NOT_SPLIT),
-                Layout("shard2-tp2", 4, {"tensor_parallel": 2}, without=NOT_SPLIT),
+                Layout("tp2", 2, {"tensor_parallel": 2}, without=(capabilities.EXPERTS,)),
+                Layout("shard2-tp2", 4, {"tensor_parallel": 2}, without=(capabilities.EXPERTS,)),
                 Layout("cp2", 2, {"context_parallel": 2}),
                 Layout("shard2-cp2", 4, {"context_parallel": 2}),
             ),

@@ -125,7 +125,13 @@ def shard_model(
     if options.compile:
         for block in blocks:
             block.compile(dynamic=True)  # rows rarely have the same length
-    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=home)
+        return tensor if isinstance(tensor, DTensor) else tensor.to(device)  # a tied parameter comes twice
+
+    model._apply(allocate)
     model.tie_weights()  # again, because each module now has its own parameter
     return model
 

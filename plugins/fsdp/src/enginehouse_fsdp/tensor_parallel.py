@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from enginehouse.errors import ConfigError
+from enginehouse_fsdp.adapters import split_like_weights
+from enginehouse_torch.modeling.holding import freeze
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,8 +78,11 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     plan = _plan_layers(model, mesh.size())
     _check_sizes(model, plan, mesh.size())
+    plan = split_like_weights(model, plan)
     styles = {name: create() for name, style in plan.items() if (create := STYLES[style]) is not None}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, styles, src_data_rank=None)
+    freeze(model, frozen)  # again, because torch makes some parameters anew, such as a norm's
     model.tie_weights()
     # FSDP warns of in-place operations on gathered logits, which are views; there are no such operations here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -144,7 +148,8 @@ def _list_sizes(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[
         if style == "colwise" and layer in HEADS:
             heads = getattr(config, HEADS[layer], None) or config.num_attention_heads
             yield (HEADS[layer], heads)
-        if isinstance(module, torch.nn.Linear) and style == "colwise":
+        is_linear = hasattr(module, "in_features")  # with adapters or without
+        if is_linear and style == "colwise":
             yield (f"the outputs of {layer}", module.out_features)
-        if isinstance(module, torch.nn.Linear) and style.startswith("rowwise"):
+        if is_linear and style.startswith("rowwise"):
             yield (f"the inputs of {layer}", module.in_features)

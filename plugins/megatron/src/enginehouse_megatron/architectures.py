@@ -18,7 +18,7 @@ with the engine's option `architecture: my_models:MINE`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
 from enginehouse_megatron.check_model import name_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
-from enginehouse_torch.modeling.holding import Holding
+from enginehouse_torch.modeling.adapters import choose_layers
+from enginehouse_torch.modeling.holding import VALUE_HEAD, Holding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from enginehouse.engines.model import ModelSpec
+    from enginehouse.engines.options import LoraOptions
 
 SOURCE_AND_REMEDY = (
     "the architecture",
@@ -63,6 +65,31 @@ class Architecture:
         matches = ((name, re.fullmatch(layout, name)) for name in stored for layout in layouts)
         return frozenset(
             name for name, match in matches if match and all(int(layer) < layers for layer in match.groups())
+        )
+
+    def choose_layers(
+        self, lora: LoraOptions, shapes: Mapping[str, Sequence[int]], config: PreTrainedConfig
+    ) -> list[str]:
+        """Return the full names of the layers that `lora.targets` chooses.
+
+        Args:
+            shapes: The shape of each stored tensor of the architecture, by name.
+            config: transformers' config of the model.
+
+        Raises:
+            ConfigError: A target is not a linear layer of the model, or is smaller than the rank.
+        """
+        (output,) = self.weights["output_layer.weight"].stored
+        (embedding,) = self.weights["embedding.word_embeddings.weight"].stored
+        return choose_layers(
+            lora,
+            {
+                name.removesuffix(".weight"): shape
+                for name, shape in shapes.items()
+                if len(shape) == 2 and name not in (output, embedding, f"{VALUE_HEAD}.weight")
+            },
+            engine="megatron",
+            model=(config.architectures or [config.model_type])[0],
         )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:

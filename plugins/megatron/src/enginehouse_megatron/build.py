@@ -18,7 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
-from enginehouse_megatron.check_model import check_divided, check_experts, check_known, check_router, rope_of
+from enginehouse_megatron.check_model import (
+    check_adapters,
+    check_divided,
+    check_experts,
+    check_known,
+    check_router,
+    rope_of,
+)
 from enginehouse_megatron.layers import decoder_layers
 from enginehouse_megatron.output_layer import keep_padding, put_value_head, select_positions
 from enginehouse_torch.modeling.loading import model_directory
@@ -178,6 +185,7 @@ def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: M
         values["intermediate_size"] = None  # no layer has a dense feed-forward part
     check_divided(values, options)
     check_experts(experts.get("num_moe_experts", 0), options)
+    check_adapters(experts.get("num_moe_experts", 0), options)
     check_router(values if experts else {})
     if isinstance(has_experts := experts.get("moe_layer_freq"), list):
         _check_each_rank_has_experts(has_experts, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.engines.options import check_divides
+from enginehouse.engines.options import adapts_output, check_divides
 from enginehouse.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -88,6 +88,22 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
         raise ConfigError(
             f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
             "sequence_parallel=true, because otherwise each rank would send the same tokens to the experts"
+        )
+
+
+def check_adapters(experts: int, options: MegatronOptions) -> None:
+    """Raise `ConfigError` if adapters are requested where this engine has none."""
+    if options.lora is None:
+        return
+    if experts:
+        raise ConfigError(
+            "megatron: lora: this engine does not adapt models with experts; use the engine fsdp, which adapts their "
+            "linear layers, or leave lora unset"
+        )
+    if adapts_output(options.lora):
+        raise ConfigError(
+            "megatron: lora.targets: this engine does not adapt the output layer; leave 'lm_head' out, or use the "
+            "engine fsdp"
         )
 
 

@@ -20,13 +20,16 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
 from enginehouse.atomic import move_into_place
 from enginehouse_megatron.training import BufferedTraining
+from enginehouse_megatron.weight_map import MappedParameter
+from enginehouse_torch.modeling.adapters import check_alike
 from enginehouse_torch.modeling.checkpoint import on_every_rank
 from enginehouse_torch.modeling.files import CheckpointError, describe_alternative
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
@@ -35,6 +38,8 @@ from enginehouse_torch.modeling.ranks import Ranks
 WRITTEN_LAST = "metadata.json"
 DESCRIPTION = "enginehouse"
 """Key under which a checkpoint stores the description of its content."""
+TRAINED = "trained"
+"""Key of the trained parameters of a model with adapters, beside the numbers of virtual stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,15 @@ class CheckpointContent:
     """Content that a checkpoint is written from, or loaded into.
 
     `parts` are some of `enginehouse_torch.modeling.files.PARTS`, in that order; `shape` has names and sizes that
-    identify the model.
+    identify the model. If the model has adapters, `trained` are its trained parameters, each stored as one tensor, and
+    a checkpoint holds no others.
     """
 
     models: Sequence[GPTModel]
     training: BufferedTraining | None
     parts: tuple[str, ...]
     shape: dict[str, Any]
+    trained: Sequence[MappedParameter] | None = None
 
 
 def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
@@ -112,7 +119,9 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
 
     def apply() -> None:
         if "model" in state.parts:
-            for stage, model in enumerate(state.models):
+            for entry in state.trained or ():
+                entry.parameter.data.copy_(loaded["model"][TRAINED][entry.stored[0].name])
+            for stage, model in enumerate(state.models if state.trained is None else ()):
                 model.load_state_dict(loaded["model"][str(stage)])
         if state.training is not None and "optimizer" in state.parts:
             state.training.optimizer.load_state_dict(loaded["optimizer"])
@@ -158,7 +167,10 @@ def _shard(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_stat
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     content: dict[str, Any] = {}
-    model = {str(stage): model.sharded_state_dict(metadata=form) for stage, model in enumerate(state.models)}
+    if state.trained is None:
+        model = {str(stage): model.sharded_state_dict(metadata=form) for stage, model in enumerate(state.models)}
+    else:
+        model = {TRAINED: {entry.stored[0].name: _shard_alone(entry) for entry in state.trained}}
     if "optimizer" in state.parts and state.training is not None:
         _make_moments(state.training)
         content["optimizer"] = state.training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=form)
@@ -168,6 +180,14 @@ def _shard(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_stat
         # A key for each rank. With one key, all ranks that saved it would have to be there to load it.
         content["rng"] = ShardedObject(f"rng.{ranks.rank}", random_states(), (1,), (0,), replica_id=0)
     return content
+
+
+def _shard_alone(entry: MappedParameter) -> ShardedTensor:
+    """Return a parameter that is stored as one tensor, under its stored name, with its place in the whole."""
+    (stored,) = entry.stored
+    if stored.split is None:
+        return make_sharded_tensor_for_checkpoint(entry.parameter, stored.name)
+    return make_tp_sharded_tensor_for_checkpoint(entry.parameter, stored.name, tp_axis=stored.split)
 
 
 def _make_moments(training: BufferedTraining) -> None:
@@ -222,6 +242,7 @@ def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
     if DESCRIPTION not in common:
         raise CheckpointError(f"checkpoint {path!r} was written by another program: it does not describe its content")
     description: dict[str, Any] = common[DESCRIPTION]
+    check_alike(path, saved="lora.alpha" in description["shape"], expected=state.trained is not None)
     for part in state.parts:
         if part not in description["parts"]:
             parts = ", ".join(description["parts"])

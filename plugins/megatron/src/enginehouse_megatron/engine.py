@@ -16,9 +16,9 @@ from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.errors import ModelError
+from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.quiet import quiet_transformers
-from enginehouse_megatron import build, checkpoints, experts, on_cpu, parallel, weight_map
+from enginehouse_megatron import adapters, build, checkpoints, experts, on_cpu, parallel, weight_map
 from enginehouse_megatron.architectures import Architecture, find_architecture
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
 from enginehouse_megatron.forms import Heads
@@ -26,6 +26,7 @@ from enginehouse_megatron.forward import StagePasses
 from enginehouse_megatron.split_weights import SplitWeights
 from enginehouse_megatron.training import BufferedTraining
 from enginehouse_torch.modeling import export
+from enginehouse_torch.modeling.adapters import describe_no_export, write_adapter
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.holding import VALUE_HEAD, has_other_dtype
 from enginehouse_torch.modeling.loading import value_head_weight
@@ -35,11 +36,12 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from enginehouse.engines.model import ModelSpec, ProcessContext
+    from enginehouse.engines.options import LoraOptions
     from enginehouse_megatron.options import MegatronOptions
 
 NEEDS_LESS = (
@@ -128,11 +130,32 @@ class MegatronEngine:
         weight_map.load(self._mapped, files, self._heads, group.rank(), group.size())
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
-        self._stages = weight_map.gather_stages(
-            self._mapped, self._ranks, self._sizes[PIPELINE], self._options.expert_parallel
-        )
+        self._stages = self._gather_stages(self._mapped)
+        self._layers: list[str] = []
+        self._adapters: list[weight_map.MappedParameter] = []
+        if self._options.lora is not None:
+            self._add_adapters(self._options.lora)
         read = {stored.name for stage in self._stages for stored in stage}
         self._held = architecture.held(self._spec, read, tied=bool(self._config.tie_word_embeddings))
+
+    def _gather_stages(self, mapped: Sequence[weight_map.MappedParameter]) -> list[list[weight_map.StoredTensor]]:
+        return weight_map.gather_stages(mapped, self._ranks, self._sizes[PIPELINE], self._options.expert_parallel)
+
+    def _add_adapters(self, lora: LoraOptions) -> None:
+        """Add adapters to the loaded model, and learn which adapters the other ranks have; collective."""
+        stored = {tensor.name: tensor.shape for stage in self._stages for tensor in stage if tensor.split is not None}
+        self._layers = self._architecture.choose_layers(lora, stored, self._config)
+        for number, stage in enumerate(self._stages):
+            if not any(tensor.name.removesuffix(".weight") in self._layers for tensor in stage):
+                raise ConfigError(
+                    f"megatron: lora.targets: stage {number} of the pipeline has no layer to adapt, so it would train "
+                    "nothing: adapt layers of every stage, or lower pipeline_parallel"
+                )
+        adapted = adapters.add_adapters(
+            self._models, self._mapped, self._layers, lora, self._settings, self._heads, self._spec.seed
+        )
+        self._mapped, self._adapters = adapted.base, adapted.adapters
+        self._adapter_stages = self._gather_stages(self._adapters)
 
     def _open_files(self) -> weight_map.ModelFiles:
         return weight_map.ModelFiles(Path(self._spec.path), self._made)
@@ -148,6 +171,11 @@ class MegatronEngine:
                 part.eval()
             columns = self._passes.forward(self._called, batch, outputs)
         return columns if self.mesh.is_output_rank else None
+
+    def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """Compute `forward` without adapters."""
+        with adapters.disable_adapters(self._models):
+            return self.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, computed only from the tokens of `loss_mask`."""
@@ -173,7 +201,8 @@ class MegatronEngine:
         if self._training is None:
             training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
             path = Path(self._spec.path)
-            if self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
+            trains_all = self._options.lora is None
+            if trains_all and self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
                 self._take_precise_values(training)
             self._training = training
         return self._training
@@ -218,6 +247,17 @@ class MegatronEngine:
         self._offloading.need("params", to="give weights")
         return SplitWeights(self._mapped, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
 
+    def adapter_source(self) -> SplitWeights:
+        """Return access to the current adapters, under the names of a `peft` file. Raises `EnginehouseError` if the
+        model has none."""
+        if self._options.lora is None:
+            raise EnginehouseError(f"{self._context}: there is no adapter to send: the option lora is unset")
+        return self._read_adapters(getattr(torch, self._spec.dtype))
+
+    def _read_adapters(self, dtype: torch.dtype) -> SplitWeights:
+        self._offloading.need("params", to="give weights")
+        return SplitWeights(self._adapters, self._adapter_stages, self._heads, self._sizes, dtype)
+
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective."""
         checkpoints.save(path, self._describe_content(what), self._ranks)
@@ -237,7 +277,15 @@ class MegatronEngine:
             for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         }
         shape |= {"experts": self._settings.num_moe_experts, "head": self._spec.head}
-        return checkpoints.CheckpointContent(self._models, training, parts, shape)
+        trained = None
+        if (lora := self._options.lora) is not None:
+            trained = [*self._adapters, *(entry for entry in self._mapped if entry.parameter.requires_grad)]
+            shape |= {"lora.alpha": lora.alpha, "lora.rank": lora.rank, "adapted layers": self._describe_layers()}
+        return checkpoints.CheckpointContent(self._models, training, parts, shape, trained)
+
+    def _describe_layers(self) -> str:
+        """Return the number of adapted layers and the ends of their names."""
+        return f"{len(self._layers)} of {', '.join(sorted({name.rpartition('.')[2] for name in self._layers}))}"
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""
@@ -264,11 +312,27 @@ class MegatronEngine:
 
         self._ranks.on_rank_zero(finish)
 
+    def export_adapter(self, path: str) -> None:
+        """Write the adapters as float32 in the format of `peft.PeftModel.from_pretrained`; collective.
+
+        Raises:
+            EnginehouseError: The model has no adapters, or has a value head, which the format cannot hold.
+        """
+        lora = self._options.lora
+        if lora is None or self._spec.head == "value":
+            raise EnginehouseError(describe_no_export(self._context, has_adapters=lora is not None))
+        weights = dict(self._read_adapters(torch.float32).iter_full())
+        modules = [tensor.name.removesuffix(".weight") for stage in self._stages for tensor in stage]
+        self._ranks.on_rank_zero(
+            lambda: write_adapter(Path(path), lora, self._spec.path, self._layers, modules, weights)
+        )
+
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._training = None
         for part in self._models:
             experts.release(part)
         del self._models, self._called, self._passes, self._mapped, self._offloading
+        self._adapters = []
         parallel.leave()
         self._ranks.leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse_torch.modeling.sizes import block_bytes, head_bytes
+from enginehouse_torch.modeling.sizes import adapter_parameters, block_bytes, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
@@ -17,7 +17,8 @@ BUCKET_BYTES = 256 << 20
 def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
     """Estimate the memory of a rank of the first pipeline stage, when one micro-batch for each stage is in progress.
 
-    Gradients are float32 in one buffer. Data-parallel ranks divide the float32 copy and the moments among them.
+    Gradients are float32 in one buffer. Data-parallel ranks divide the float32 copy and the moments among them. Of a
+    model with adapters only these have gradients and moments, and are counted as if no rank split them.
     """
     shape, size = demand.shape, demand.itemsize
     split, stages, context = options.tensor_parallel, options.pipeline_parallel, options.context_parallel
@@ -31,7 +32,10 @@ def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
     held = {"weights": size * own}
     working = {"activations": block, "head": logits}
     if demand.trained:
-        held |= {"gradients": 4 * own, "optimizer": (12 if size < 4 else 8) * own // (shares * context)}
+        trained = own
+        if options.lora is not None:
+            trained = layers * adapter_parameters(options.lora, shape) // shape.layers
+        held |= {"gradients": 4 * trained, "optimizer": (12 if size < 4 else 8) * trained // (shares * context)}
         saved = size * shape.hidden * tokens if options.recompute == "full" else block
         working["activations"] = saved * min(layers * stages, shape.layers) + block
     return MemoryUse(held=held, working=working, updating={"staging": 2 * BUCKET_BYTES})

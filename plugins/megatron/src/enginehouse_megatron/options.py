@@ -11,11 +11,12 @@ from pydantic import Field
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device, ModelSpec
-from enginehouse.engines.options import TrainOptions
+from enginehouse.engines.options import LoraOptions, TrainOptions
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import ResolveError, resolve
 from enginehouse_megatron.axes import axis_sizes
 from enginehouse_megatron.check_model import (
+    check_adapters,
     check_divided,
     check_experts,
     check_known,
@@ -73,6 +74,12 @@ class MegatronOptions(TrainOptions):
         "model_type. Otherwise module:NAME of an Architecture.",
     )
 
+    lora: LoraOptions | None = Field(
+        None,
+        description="Low-rank adapters of linear layers, {rank, alpha, targets}, which are trained instead of the "
+        "model. Unset: the whole model is trained. The output layer, and models with experts, cannot have adapters.",
+    )
+
     def for_device(self, device: Device) -> Self:
         if self.recompute is not None:
             return self
@@ -102,6 +109,7 @@ class MegatronOptions(TrainOptions):
         experts = number_of_experts(config)
         # Only the engine knows which layers have no experts, and therefore a feed-forward part to divide.
         check_divided(config if not experts else {**config, "intermediate_size": None}, self)
+        check_adapters(experts, self)
         if self.architecture == "auto":  # another architecture may count experts under another name
             check_experts(experts, self)
             check_router(config if experts else {})
@@ -112,15 +120,19 @@ class MegatronOptions(TrainOptions):
         Raises:
             ModelError: The engine does not support the model, or the model's files hold tensors that have no name in
                 its architecture.
+            ConfigError: The model lacks the layers to adapt.
         """
-        from enginehouse.weights.names import stored_names
+        from enginehouse.weights.names import stored_shapes
         from enginehouse_megatron.architectures import find_architecture
         from enginehouse_torch.modeling.loading import check_kind
 
         config = check_kind(model).get_text_config()
         check_known(config, model.path)
         architecture = find_architecture(config.model_type, self.architecture)
-        read = architecture.reads(stored_names(Path(model.path)), config.num_hidden_layers)
+        shapes = stored_shapes(Path(model.path))
+        read = architecture.reads(shapes.keys(), config.num_hidden_layers)
+        if self.lora is not None:
+            architecture.choose_layers(self.lora, {name: shapes[name] for name in shapes if name in read}, config)
         return architecture.held(model, read, tied=bool(config.tie_word_embeddings)).notes()
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:

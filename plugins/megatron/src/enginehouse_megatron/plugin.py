@@ -16,8 +16,10 @@ def enginehouse_register_backends(register):
             engine="enginehouse_megatron.engine:MegatronEngine",
             options="enginehouse_megatron.options:MegatronOptions",
             capabilities={
+                capabilities.ADAPTER_UPDATES,
                 capabilities.EXPERTS,
                 capabilities.HALF_PRECISION,
+                capabilities.LORA,
                 capabilities.OFFLOAD,
                 capabilities.RESHARD_CHECKPOINT,
                 capabilities.VALUE_HEAD,

@@ -23,6 +23,7 @@ from enginehouse_torch.modeling.ranks import Ranks
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+    from enginehouse_megatron.adapters import LayerAdapters
     from enginehouse_megatron.architectures import Architecture
 
 LAYER_NUMBER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -58,17 +59,22 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class MappedParameter:
-    """This rank's part of a parameter, with its stored tensors and the `Form` that converts between the two."""
+    """This rank's part of a parameter, with its stored tensors and the `Form` that converts between the two.
+
+    If the parameter has low-rank adapters, `named_parts` adds them to it.
+    """
 
     parameter: torch.nn.Parameter
     form: Form
     stored: tuple[StoredTensor, ...]
+    adapters: LayerAdapters | None = None
 
     def named_parts(self, heads: Heads, rank: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of each stored tensor by name, detached; a view of the parameter if possible."""
         for stored, part in zip(self.stored, self.form.separate(self.parameter.detach(), heads), strict=True):
             region = stored.find_region(rank, size)
-            yield stored.name, part[tuple(slice(0, place.stop - place.start) for place in region)]  # without padding
+            part = part[tuple(slice(0, place.stop - place.start) for place in region)]  # without padding
+            yield stored.name, part if self.adapters is None else self.adapters.merge(stored.name, part)
 
 
 class ModelFiles:

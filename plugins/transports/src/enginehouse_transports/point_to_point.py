@@ -63,7 +63,7 @@ class PointToPointTransport:
         reshard = plan_moves(plan)  # also checks the layouts
         if not self.plans_bytes:
             return plan
-        bytes_moved = reshard.bytes_moved + HEADING_BYTES * len(reshard.moves)
+        bytes_moved = reshard.bytes_moved + HEADING_BYTES * len(reshard)
         return replace(plan, bytes_moved=bytes_moved, bytes_minimum=reshard.bytes_minimum)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
@@ -117,9 +117,8 @@ class PointToPointSender(Sender):
         names = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
         self._moves: list[tuple[int, list[tuple[int, Move]]]] = []  # for each part: parameter, numbered moves
         moves: dict[int, list[tuple[int, Move]]] = {}
-        for number, move in enumerate(plan_moves(plan).moves):
-            if move.source == rank:
-                moves.setdefault(move.parameter, []).append((number, move))
+        for number, move in plan_moves(plan).moves_from(rank).items():
+            moves.setdefault(move.parameter, []).append((number, move))
         for parameter, _ in self._parts:
             index = names[parameter.name]
             self._moves.append((index, moves.get(index, [])))
@@ -231,7 +230,7 @@ class PointToPointReceiver(Receiver):
             region = held_by(target, index)
             if region is not None:
                 self._held[number] = region
-        self._moves = {number: move for number, move in enumerate(plan_moves(plan).moves) if move.target == index}
+        self._moves = plan_moves(plan).moves_to(index)
         self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
         for number, move in self._moves.items():
             self._moves_in[bucket_of[move.parameter]].append(number)

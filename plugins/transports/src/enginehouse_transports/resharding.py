@@ -3,20 +3,22 @@
 A target gets each element once, straight from a rank that holds it, so nothing is gathered on the way (HybridFlow,
 Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). If several ranks hold a part, the
 rank that has sent the fewest bytes so far sends it.
+
+Between many ranks there are millions of moves. So what passes between two layouts is computed once for all parameters
+of a shape, and a rank lists only its own moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
 from enginehouse.weights.parts import Layouts, Region, volume
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A part of a parameter that one rank sends to another.
 
     Attributes:
@@ -31,35 +33,109 @@ class Move:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
-    """The moves that bring parameters from one layout to another.
+class Passage(NamedTuple):
+    """A part that a rank receives from another layout, of any parameter of one shape.
 
     Attributes:
-        moves: the moves, in the order of the parameters.
+        holders: the ranks that hold the part, of which one sends it.
+    """
+
+    holders: Sequence[int]
+    target: int
+    region: Region
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """All passages from one layout to another, of any parameter of one shape and dtype.
+
+    Attributes:
+        places: places in `passages` by target.
+        bytes_minimum: bytes of the parts of all targets.
+        senders: the rank that sends each passage; None if it is to be chosen for each parameter.
+        bytes_sent: bytes by rank of `senders`.
+    """
+
+    passages: Sequence[Passage]
+    places: Mapping[int, Sequence[int]]
+    bytes_minimum: int
+    senders: Sequence[int] | None
+    bytes_sent: Mapping[int, int]
+
+    @classmethod
+    def between(
+        cls, held: Mapping[Region, Sequence[int]], wanted: Mapping[Region, Sequence[int]], parameter: ParamMeta
+    ) -> Crossing:
+        """Return what passes from the ranks that hold a parameter's regions to those that want regions."""
+        element = DTYPE_BYTES[parameter.dtype]
+        passages = [
+            Passage(holders, receiver, region, volume(region) * element)
+            for target_region, receivers in wanted.items()
+            for held_region, holders in held.items()
+            if volume(region := overlap(held_region, target_region))
+            for receiver in receivers
+        ]
+        if not parameter.nbytes:  # its arrival is announced all the same
+            holders = next(iter(held.values()))
+            whole = tuple((0, length) for length in parameter.shape)
+            passages = [Passage(holders, receiver, whole, 0) for ranks in wanted.values() for receiver in ranks]
+        places: dict[int, list[int]] = {}
+        for place, passage in enumerate(passages):
+            places.setdefault(passage.target, []).append(place)
+        needed = sum(volume(region) * element * len(receivers) for region, receivers in wanted.items())
+        if any(len(passage.holders) > 1 for passage in passages):
+            return cls(passages, places, needed, None, {})
+        sent: dict[int, int] = {}
+        for (sender,), _, _, nbytes in passages:
+            sent[sender] = sent.get(sender, 0) + nbytes
+        return cls(passages, places, needed, [sender for (sender,), *_ in passages], sent)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """The moves that bring parameters from one layout to another, numbered in the order of the parameters.
+
+    Attributes:
+        crossings: for each parameter, its passages and the rank that sends each of them.
+        bytes_sent: bytes by source rank; ranks that send none are left out.
         bytes_minimum: bytes of the parts of all targets: the least that targets without shared memory can receive.
     """
 
-    moves: tuple[Move, ...]
+    crossings: Sequence[tuple[Crossing, Sequence[int]]]
+    bytes_sent: Mapping[int, int]
     bytes_minimum: int
 
-    @cached_property
+    @property
     def bytes_moved(self) -> int:
         """Bytes of all moves."""
-        return sum(move.nbytes for move in self.moves)
+        return sum(self.bytes_sent.values())
 
-    @cached_property
-    def bytes_sent(self) -> Mapping[int, int]:
-        """Bytes by source rank; ranks that send none are left out."""
-        sent: dict[int, int] = {}
-        for move in self.moves:
-            sent[move.source] = sent.get(move.source, 0) + move.nbytes
-        return dict(sorted(sent.items()))
+    def __len__(self) -> int:
+        """Return the number of moves."""
+        return sum(len(sources) for _, sources in self.crossings)
+
+    def moves_from(self, rank: int) -> dict[int, Move]:
+        """Return the moves of a rank that sends, by number."""
+        return self._list_moves(lambda _, senders: [place for place, sender in enumerate(senders) if sender == rank])
+
+    def moves_to(self, rank: int) -> dict[int, Move]:
+        """Return the moves to a rank that receives, by number."""
+        return self._list_moves(lambda crossing, _: crossing.places.get(rank, ()))
+
+    def _list_moves(self, choose: Callable[[Crossing, Sequence[int]], Iterable[int]]) -> dict[int, Move]:
+        moves, first = {}, 0
+        for parameter, (crossing, senders) in enumerate(self.crossings):
+            for place in choose(crossing, senders):
+                _, target, region, nbytes = crossing.passages[place]
+                moves[first + place] = Move(parameter, senders[place], target, region, nbytes)
+            first += len(senders)
+        return moves
 
     def __str__(self) -> str:
         most = max(self.bytes_sent.values(), default=0)
         return (
-            f"{len(self.moves)} moves from {len(self.bytes_sent)} ranks, {self.bytes_moved / 2**20:.1f} MiB "
+            f"{len(self)} moves from {len(self.bytes_sent)} ranks, {self.bytes_moved / 2**20:.1f} MiB "
             f"(at least {self.bytes_minimum / 2**20:.1f} MiB), {most / 2**20:.1f} MiB of them from one rank"
         )
 
@@ -78,15 +154,15 @@ def plan_reshard(
     Raises:
         WeightSyncError: the two sides have different parameters, or metadata contradict themselves.
     """
-    moves: list[Move] = []
-    needed = 0
-    sent = dict.fromkeys(range(source_ranks), 0)
     if len(sources) != len(targets):
         raise WeightSyncError(
             f"both sides must have the same parameters, but the senders have {len(sources)} and the receivers "
             f"{len(targets)}"
         )
     holding, wanting = Layouts(source_ranks), Layouts(target_ranks)
+    known: dict[tuple[object, ...], Crossing] = {}
+    crossings: list[tuple[Crossing, Sequence[int]]] = []
+    sent = [0] * source_ranks
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if (source.name, source.dtype, source.shape) != (target.name, target.dtype, target.shape):
             raise WeightSyncError(
@@ -94,21 +170,27 @@ def plan_reshard(
                 f"{target.name!r} ({target.dtype}, shape {target.shape}) for the receivers",
                 [source.name],
             )
-        element = DTYPE_BYTES[source.dtype]
-        whole = tuple((0, length) for length in source.shape)
-        for target_region, receivers in wanting.holders(target).items():
-            needed += volume(target_region) * element * len(receivers)
-            for held, holders in holding.holders(source).items():
-                region = overlap(held, target_region)
-                nbytes = volume(region) * element
-                for receiver in receivers if nbytes else ():
-                    sender = min(holders, key=sent.__getitem__)
-                    sent[sender] += nbytes
-                    moves.append(Move(index, sender, receiver, region, nbytes))
-            if not volume(whole):  # its arrival is announced all the same
-                sender = min(next(iter(holding.holders(source).values())), key=sent.__getitem__)
-                moves += [Move(index, sender, receiver, whole, 0) for receiver in receivers]
-    return ReshardPlan(tuple(moves), needed)
+        layouts = (source.owners, source.mesh_shape, source.placements, target.owners, target.mesh_shape)
+        key = (source.dtype, source.shape, *layouts, target.placements)
+        if key not in known:
+            known[key] = Crossing.between(holding.holders(source), wanting.holders(target), source)
+        crossing = known[key]
+        senders = _choose_senders(crossing, sent) if crossing.senders is None else crossing.senders
+        for rank, nbytes in crossing.bytes_sent.items():
+            sent[rank] += nbytes
+        crossings.append((crossing, senders))
+    minimum = sum(crossing.bytes_minimum for crossing, _ in crossings)
+    return ReshardPlan(crossings, {rank: nbytes for rank, nbytes in enumerate(sent) if nbytes}, minimum)
+
+
+def _choose_senders(crossing: Crossing, sent: list[int]) -> list[int]:
+    """Return the rank that sends each passage, and add to the bytes that ranks have `sent`."""
+    senders = []
+    for holders, _, _, nbytes in crossing.passages:
+        sender = min(holders, key=sent.__getitem__)
+        sent[sender] += nbytes
+        senders.append(sender)
+    return senders
 
 
 def overlap(first: Region, second: Region) -> Region:

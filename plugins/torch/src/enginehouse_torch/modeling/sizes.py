@@ -6,7 +6,12 @@ module imports little, because `plan` uses it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from enginehouse.engines.memory import ModelShape
+
+if TYPE_CHECKING:
+    from enginehouse.engines.options import LoraOptions
 
 __all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
 
@@ -34,6 +39,12 @@ def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
         return MOST_CPU_TOKENS
     bytes_per_token = shape.layers * block_bytes(shape, itemsize) + 2 * 4 * shape.vocabulary
     return min(MOST_CPU_TOKENS, max(LEAST_CPU_TOKENS, CPU_PASS_BYTES // bytes_per_token))
+
+
+def adapter_parameters(lora: LoraOptions, shape: ModelShape) -> int:
+    """Return the number of parameters of adapters of all matrices of all blocks."""
+    sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)
+    return shape.layers * lora.rank * sizes
 
 
 def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
