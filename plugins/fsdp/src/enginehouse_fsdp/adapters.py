@@ -89,6 +89,8 @@ def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
     group = first.device_mesh.get_group(axis)
+    if group.size() == 1:
+        return [own_part(tensor) for tensor in tensors]
     own = torch.cat([own_part(tensor) for tensor in tensors], dim=1)
     each = -(-first.shape[0] // group.size())
     padded = own.new_zeros(each, own.shape[1])
@@ -254,12 +256,12 @@ class AdapterWeights:
     """The `WeightSource` of a model's adapters: every A and B, whole on every rank, under the names of a `peft` file.
 
     Args:
-        state: the state of the model.
+        model: the model with adapters.
         dtype: dtype of the yielded matrices.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype):
-        self._matrices = {name: tensor for name, tensor in state.items() if name.endswith((DOWN, UP))}
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype):
+        self._matrices = {name: p.detach() for name, p in model.named_parameters() if name.endswith((DOWN, UP))}
         self._dtype = dtype
 
     def metadata(self) -> list[ParamMeta]:

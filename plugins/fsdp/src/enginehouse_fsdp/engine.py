@@ -181,7 +181,7 @@ class FSDPEngine:
         if self._options.lora is None:
             raise EnginehouseError(f"{self._context}: there is no adapter to send: the option lora is unset")
         self._offloading.need("params", to="give weights")
-        return adapters.AdapterWeights(unique_state(self._model, self._stored), getattr(torch, self._spec.dtype))
+        return adapters.AdapterWeights(self._model, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.
@@ -271,7 +271,7 @@ class FSDPEngine:
                 + ("the option lora is unset" if lora is None else "a value head needs a whole model; use export_hf")
             )
         self._offloading.need("params", to="export the adapter")
-        weights = dict(adapters.AdapterWeights(unique_state(self._model, self._stored), torch.float32).iter_full())
+        weights = dict(adapters.AdapterWeights(self._model, torch.float32).iter_full())
         self._ranks.on_rank_zero(
             lambda: adapters.write_adapter(Path(path), self._model, lora, self._spec.path, weights)
         )
