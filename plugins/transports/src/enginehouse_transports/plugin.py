@@ -7,7 +7,7 @@ import sys
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import CROSS_HOST
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 
 
 @hookimpl
