@@ -34,16 +34,22 @@ def shrink(tokens: eh.TokenView) -> eh.LossValue:
 
 
 def measure(
-    model: str = str(MODEL), rank: int = 16, rounds: int = 7, rollout: str = "vllm", train: str = "fsdp"
+    model: str = str(MODEL),
+    rank: int = 16,
+    rounds: int = 7,
+    rollout: str = "vllm",
+    train: str = "fsdp",
+    targets: str | tuple[str, ...] = "all-linear",
 ) -> dict[str, Any]:
     """Update the rollout engine `rounds` times on each side, after one update that does not count.
 
     Args:
         model: model directory.
-        rank: rank of the adapters, on all linear layers but the output layer.
+        rank: rank of the adapters.
         rounds: number of measured updates; before each, the adapter takes an optimizer step.
         rollout: rollout backend with the capability `adapter_updates`.
         train: training backend with the capability `adapter_updates`.
+        targets: `LoraOptions.targets`, the layers that have adapters.
 
     Returns:
         `metrics`, medians over rounds: `adapter_update_vs_full`, seconds of a verified update of the adapter divided by
@@ -52,7 +58,7 @@ def measure(
         weights.
     """
     path = str(Path(model).expanduser())
-    adapter = LoraOptions(rank=rank, alpha=2.0 * rank, targets="all-linear")
+    adapter = LoraOptions.model_validate({"rank": rank, "alpha": 2.0 * rank, "targets": targets})
     actor = eh.Engine(train, {"lr": 1e-4, "lora": adapter.model_dump()})
     found: dict[str, dict[str, list[float]]] = {
         side: {"update": [], "stopped": [], "bytes": [], "rate": []} for side in (ALONE, MERGED)
@@ -98,4 +104,5 @@ def measure(
         "sides": medians,
         "train": train,
         "rollout": rollout,
+        "targets": targets,
     }

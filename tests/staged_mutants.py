@@ -3,6 +3,8 @@
 In a module of its own because worker processes import it by name, under the interpreter of the plugin's runtime.
 """
 
+import os
+from pathlib import Path
 from unittest.mock import patch
 
 from enginehouse.weights.staging import Version
@@ -54,6 +56,25 @@ class AdaptersCachedByName:
             return await super()._run(*args)
 
 
+STALE_ADAPTERS = ("not named", "cached by name", "not told")
+"""The ways of `StaleAdapter`: requests do not name the adapter; they find keys and values of older versions, because
+its name is always the same; or the replica loads the served adapter again."""
+
+
+class StaleAdapter:
+    """Serves an older adapter in SGLang, in the way that the file at `STALE_ADAPTER` of the environment says."""
+
+    way = staticmethod(lambda: Path(os.environ["STALE_ADAPTER"]).read_text())
+
+    async def finish_weight_update(self, version):
+        if self.way() != "not told" or self._weights.served is None:
+            self._weights.keeps_cache = self.way() == "cached by name"
+            return await super().finish_weight_update(version)
+        served = self._weights.served.source()
+        with patch.object(Version, "source", lambda staged: served):
+            await super().finish_weight_update(version)
+
+
 def vllm_adapter_not_named():
     from enginehouse_vllm.engine import VLLMRollout
 
@@ -88,3 +109,17 @@ def sglang_dropping_second():
     from enginehouse_sglang.engine import SGLangRollout
 
     return type("Dropping", (SecondUpdateDropped, SGLangRollout), {})()
+
+
+def sglang_stale_adapter():
+    from enginehouse_sglang.completions import PendingCompletion
+    from enginehouse_sglang.engine import SGLangRollout
+
+    build_row = PendingCompletion.build_row
+    changes = {"not named": {"lora_path": None}, "cached by name": {"extra_key": "enginehouse"}}
+
+    def build_other_row(*args):
+        return build_row(*args) | changes.get(StaleAdapter.way(), {})
+
+    patch.object(PendingCompletion, "build_row", build_other_row).start()
+    return type("Stale", (StaleAdapter, SGLangRollout), {})()

@@ -46,6 +46,10 @@ ROWS = f"{RL}/data"
 RENDERING = "tests/rl/data/test_rendering.py"
 ORACLES = "tests/rl/test_oracles.py"
 BY_HAND = "tests/rl/test_step_by_hand.py"
+SGLANG = "plugins/sglang/src/enginehouse_sglang"
+SGLANG_LOADS = "tests/sglang/test_loader.py"
+WEIGHTS = "core/src/enginehouse/weights"
+READ_BACK = "tests/core/weights/test_read_back.py"
 
 
 @dataclass(frozen=True)
@@ -533,6 +537,80 @@ MUTANTS = (
         "before = turn + end if len(turn) >= start",
         'before = "" if len(turn) >= start',
         (f"{RENDERING}::test_what_a_template_writes_behind_the_end_of_a_turn_is_not_learned_and_parts_no_turns",),
+    ),
+    Mutant(
+        "w01",
+        "SGLang loads a version whose memory has changed since it was staged",
+        f"{SGLANG}/loader.py",
+        "    source.check()\n",
+        "",
+        (f"{SGLANG_LOADS}::test_memory_that_differs_from_its_checksum_is_not_loaded",),
+    ),
+    Mutant(
+        "w02",
+        "SGLang serves a version that lacks a part of a layer",
+        f"{SGLANG}/loader.py",
+        "missing = find_unfilled(model, fill)",
+        "missing = find_unfilled(model, fill) and []",
+        (f"{SGLANG_LOADS}::test_a_version_that_does_not_fill_the_model_fails_by_name",),
+    ),
+    Mutant(
+        "w03",
+        "SGLang's function is wrapped anew at each update, ever deeper",
+        f"{SGLANG}/loader.py",
+        "@cache\ndef",
+        "def",
+        (f"{SGLANG_LOADS}::test_each_update_is_processed_and_compared_once_and_reports_what_the_model_holds",),
+    ),
+    Mutant(
+        "w04",
+        "SGLang's model is not compared with the version after the load",
+        f"{SGLANG}/loader.py",
+        "lambda: loaded.compare(model)",
+        "lambda: loaded.source.close()",
+        (f"{SGLANG_LOADS}::test_a_weight_that_changes_between_the_load_and_the_end_of_the_update_fails_it_by_name",),
+    ),
+    Mutant(
+        "w05",
+        "SGLang does not pack new weights for its kernels",
+        f"{SGLANG}/loader.py",
+        "        with loaded.read_back.watch():\n            process(model, target_device)\n",
+        "",
+        (f"{SGLANG_LOADS}::test_each_update_is_processed_and_compared_once_and_reports_what_the_model_holds",),
+    ),
+    Mutant(
+        "w06",
+        "a parameter that does not hold what was sent is not named",
+        f"{WEIGHTS}/read_back.py",
+        "            if not equal:\n                wrong",
+        "            if not equal and first:\n                wrong",
+        (f"{SGLANG_LOADS}::test_a_weight_that_changes_between_the_load_and_the_end_of_the_update_fails_it_by_name",),
+    ),
+    Mutant(
+        "w07",
+        "a parameter counts as read back although ranks have compared a part of it",
+        f"{WEIGHTS}/read_back.py",
+        "count == torch.Size(shape).numel()",
+        "count",
+        (f"{READ_BACK}::test_ranks_together_have_read_a_parameter_of_which_they_hold_every_element",),
+    ),
+    Mutant(
+        "w08",
+        "a parameter counts as read back although ranks have compared other versions of it",
+        f"{WEIGHTS}/read_back.py",
+        "len({*sums}) == 1 and",
+        "sums and",
+        (f"{READ_BACK}::test_ranks_that_compared_different_versions_have_read_none",),
+    ),
+    Mutant(
+        "w09",
+        "an engine that stages while it generates is paused at the start of an update",
+        f"{WEIGHTS}/receiver.py",
+        "pauses = plan.lends or not self._stages_while_generating",
+        "pauses = True",
+        (
+            "tests/core/weights/test_receiver.py::test_an_engine_that_stages_while_it_generates_is_paused_only_for_the_switch",
+        ),
     ),
     Mutant(
         "trust",

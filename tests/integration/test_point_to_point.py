@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def replicas():
 
 
 @contextmanager
-def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]:
+def trained(
+    layout, model, replicas, transport="point_to_point", tolerance=0.05
+) -> Iterator[tuple[WorkerGroup, WeightSync]]:
     """A trainer of some layout, connected to replicas."""
     backend, processes, options = layout
     spec = WorkerSpec(TrainWorker, backend, model, {"lr": 0.05, **options})
@@ -66,9 +69,11 @@ def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]
         sync = WeightSync(
             actor,
             RolloutFleet.from_group(replicas),
-            "point_to_point",
+            transport,
             bucket_bytes=SMALL_BUCKETS,
             timeout=PATIENCE,
+            effect_check_every=1,
+            effect_tolerance=tolerance,
             probe=PROBE,
         )
         sync.connect()
@@ -94,17 +99,47 @@ def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replica
     assert not torch.equal(*(stored_tensors(one)["model.norm.weight"] for one in (str(tmp_path), tiny_model())))
 
 
-@pytest.mark.exhaustive
-def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_do():
-    record = plugins().get("rollout", "vllm", elsewhere=True)
-    runtime = choose_runtime(record, os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto"))
-    model = ModelSpec(tiny_model(hidden=128))
-    pool = ResourcePool([2])
-    spec = WorkerSpec(RolloutWorker, "vllm", model, {"kv_cache_mib": 64}).options(
+@contextmanager
+def served_by(backend, model, count) -> Iterator[WorkerGroup]:
+    """Replicas of an engine that has a runtime of its own."""
+    record = plugins().get("rollout", backend, elsewhere=True)
+    runtime = choose_runtime(record, os.environ.get(f"ENGINEHOUSE_TEST_{backend.upper()}_RUNTIME", "auto"))
+    pool = ResourcePool([count])
+    spec = WorkerSpec(RolloutWorker, backend, model, {"kv_cache_mib": 64}).options(
         python=runtime.python, env=dict(runtime.env), distributed=False
     )
     with WorkerGroup(pool, spec, name="rollout", timeout=PATIENCE, start_timeout=PATIENCE) as served:
         served.launch()
+        yield served
+    pool.shutdown()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_replica_of_another_engine_computes_with_the_elements_that_changed(backend, tmp_path):
+    model = ModelSpec(tiny_model(hidden=128), dtype="bfloat16")
+    slow = ("fsdp", 2, {"lr": 1e-5})
+    with served_by(backend, model, 1) as served, trained(slow, model, served, "differences", 0.2) as (actor, sync):
+        sent, scores = [], []
+        for version in range(1, 5):
+            actor.update(DEMONSTRATIONS, LossSpec("supervised"))
+            report = sync.publish(version)
+            assert report.effect < 0.2
+            sent.append(report.bytes_moved / report.nbytes)
+            scores.append(served.score(PROBE))
+        actor.export_hf(str(tmp_path))
+        (state,) = served.weight_state()
+    assert sent[0] > 1 > 2 * max(sent[1:])
+    assert all(before != after for before, after in pairwise(scores))
+    exported = stored_tensors(str(tmp_path))
+    assert state.version == 4
+    assert state.checksums.items() <= {name: checksum(tensor.bfloat16()) for name, tensor in exported.items()}.items()
+
+
+@pytest.mark.exhaustive
+def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_do():
+    model = ModelSpec(tiny_model(hidden=128))
+    with served_by("vllm", model, 2) as served:
         with trained(LAYOUTS["megatron tp2 x pp2"], model, served) as (actor, sync):
             before = served.score(PROBE)
             actor.update(DEMONSTRATIONS, LossSpec("supervised"))
@@ -113,4 +148,3 @@ def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_
             assert report.bytes_minimum == 2 * report.nbytes
             assert served.score(PROBE) != before
         assert [state.version for state in served.weight_state()] == [1, 1]
-    pool.shutdown()

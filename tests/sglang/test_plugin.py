@@ -78,6 +78,12 @@ def test_memory_of_a_gpu_can_be_freed_where_others_have_it_in_turns():
     assert "enable_memory_saver" not in arguments(takes_turns=True)  # there is no torch-memory-saver for a CPU
 
 
+def test_an_idle_scheduler_leaves_its_core_to_others_on_a_cpu_unless_told_otherwise():
+    assert arguments()["sleep_on_idle"] is True
+    assert arguments(native={"sleep-on-idle": False})["sleep_on_idle"] is False
+    assert "sleep_on_idle" not in arguments(device="cuda")
+
+
 def test_native_arguments_are_those_of_the_command_line():
     native = {"schedule_policy": "lpm", "disable_radix_cache": True, "enable_metrics": False}
     words = format_arguments(arguments(native=native))

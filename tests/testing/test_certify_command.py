@@ -4,21 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse_testing.certificate import Result
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.models import tiny_model
-from enginehouse_testing.running import QUICK, Certifier
+from enginehouse_testing.running import QUANTIZED_TOLERANCE, QUICK, Certifier
 
 
 @pytest.fixture
 def certify(tmp_path, monkeypatch):
     """Run the command with results made up: nothing is started."""
 
-    def certify(outcome, *arguments, name="torch"):
+    def certify(outcome, *arguments, name="torch", cases=None):
         def run(self, case):
+            if cases is not None:
+                cases.append(case)
             if outcome == "interrupted":
                 raise KeyboardInterrupt
             return Result(case.check.name, case.check.capability, case.layout, 1e-5, 1e-6, outcome, "made up")
@@ -62,6 +65,41 @@ def test_a_certificate_says_of_which_model_and_dtype_it_is_and_what_was_not_aske
     assert {layout for _, layout in ran(written)} == {"single"}
     others = {one["detail"] for one in written["checks"] if one["outcome"] == "not run"}
     assert others == {"this check runs only with the tiny models in float32"}
+
+
+def test_options_reach_the_engine_and_its_certificate_which_is_not_that_of_the_engine_without_them(certify, tmp_path):
+    arguments = ("--kind", "rollout", "--dtype", "bfloat16", "--options", "{quantization: fp8}")
+    done, written = certify("passed", *arguments, name="vllm")
+    assert done.exit_code == 0, done.output
+    assert (written["options"], written["passed"]) == ({"quantization": "fp8"}, False)
+    assert 'Options: {"quantization": "fp8"}' in (tmp_path / "certificate.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [("{quantization: fp8}", QUANTIZED_TOLERANCE), ("{max_running: 8}", 0.3)]
+)
+def test_an_engine_that_quantizes_may_differ_more_in_logprobs_alone(certify, options, tolerance):
+    cases = []
+    certify("passed", "--kind", "rollout", "--dtype", "bfloat16", "--options", options, name="vllm", cases=cases)
+    assert {case.check.tolerance for case in cases} == {tolerance}
+    assert all(case.layouts[0].options.items() >= yaml.safe_load(options).items() for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--options", "{quantisation: fp8}"],
+            "quantisation: Extra inputs are not permitted. Did you mean 'quantization'",
+        ),
+        (["--options", "{quantization: fp8}"], "vllm quantizes weights of bfloat16, not of float32"),
+        (["--options", "fp8"], "--options must be a mapping such as {quantization: fp8}, not 'fp8'"),
+    ],
+)
+def test_options_that_the_engine_does_not_take_are_the_users_mistake(certify, arguments, said):
+    done, written = certify("passed", "--kind", "rollout", *arguments, name="vllm")
+    assert (done.exit_code, written) == (2, None)
+    assert said in " ".join(done.output.split())
 
 
 def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):

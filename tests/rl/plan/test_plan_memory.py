@@ -189,3 +189,26 @@ def test_quantized_blocks_leave_more_of_a_share_to_the_cache():
     shape = demand().shape
     assert whole.held["weights"] - quantized.held["weights"] == shape.layers * shape.block_parameters
     assert quantized.held["KV cache"] - whole.held["KV cache"] == shape.layers * shape.block_parameters
+
+
+def test_copies_of_the_weights_that_a_transport_keeps_count_as_host_memory(on):
+    overrides = [*both(2), "rollout.placement=separate", "rollout.engine.backend=torch"]
+    weights = 15.2e9 / GIB
+    copies = {"differences": {"actor": weights / 2, "rollout": 2 * weights}, "point_to_point": {}}
+    for transport, expected in copies.items():
+        lines = said(on(4, *overrides, f"weights.transport={transport}"))
+        counted = dict(re.findall(r"(actor|rollout): ([\d.]+) GiB of host memory per GPU", lines))
+        assert {role: float(size) for role, size in counted.items()} == {
+            role: pytest.approx(size, abs=0.1) for role, size in expected.items()
+        }
+
+
+def test_copies_that_a_transport_keeps_count_in_a_run_on_cpus(project, make):
+    def total(transport: str) -> float:
+        separate = ["rollout.placement=separate", "rollout.engine.backend=torch", f"weights.transport={transport}"]
+        found = re.search(r"about ([\d.]+) GiB of memory", said(make("model.path=seven", *separate)))
+        assert found
+        return float(found[1])
+
+    project.make_model("seven", **SHAPE)
+    assert total("differences") - total("point_to_point") == pytest.approx(3 * 4 * 7.6e9 / GIB, rel=0.02)

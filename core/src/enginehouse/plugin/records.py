@@ -142,12 +142,17 @@ class Transport(Record):
     Attributes:
         transport: `"module:Class"`, constructed without arguments.
         capabilities: the transport's reach: `SAME_PROCESS`, `SAME_HOST`, `CROSS_HOST`.
+        trainer_copies: number of copies of the sent weights that all training ranks together keep in host memory
+            between updates, each rank as much as any other.
+        replica_copies: largest number of copies that each rollout replica keeps in host memory between updates.
     """
 
     kind: ClassVar[str] = "transport"
     references: ClassVar[tuple[str, ...]] = ("transport",)
     transport: str
     capabilities: frozenset[str] | set[str] = frozenset()
+    trainer_copies: int = 0
+    replica_copies: int = 0
 
     def __post_init__(self) -> None:
         _freeze(self, "capabilities", frozenset)

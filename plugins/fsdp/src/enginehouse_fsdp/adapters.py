@@ -87,6 +87,8 @@ def _gather_rows(downs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return downs
     group = first.device_mesh.get_group(SHARD)
     parts = [own_part(down) for down in downs]
+    if group.size() == 1:
+        return parts
     own = torch.cat(parts, dim=1)
     each = -(-first.shape[0] // group.size())
     padded = own.new_zeros(each, own.shape[1])
@@ -227,12 +229,12 @@ class AdapterWeights:
     """The `WeightSource` of a model's adapters: every A and B, whole on every rank, under the names of a `peft` file.
 
     Args:
-        state: the state of the model.
+        model: the model with adapters.
         dtype: dtype of the yielded matrices.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype):
-        self._matrices = {name: tensor for name, tensor in state.items() if name.endswith((DOWN, UP))}
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype):
+        self._matrices = {name: p.detach() for name, p in model.named_parameters() if name.endswith((DOWN, UP))}
         self._dtype = dtype
 
     def metadata(self) -> list[ParamMeta]:

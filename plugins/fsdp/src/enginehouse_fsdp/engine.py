@@ -182,7 +182,7 @@ class FSDPEngine:
         if self._options.lora is None:
             raise EnginehouseError(f"{self._context}: there is no adapter to send: the option lora is unset")
         self._offloading.need("params", to="give weights")
-        return adapters.AdapterWeights(unique_state(self._model, self._stored), getattr(torch, self._spec.dtype))
+        return adapters.AdapterWeights(self._model, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.
@@ -269,7 +269,7 @@ class FSDPEngine:
         if lora is None or self._spec.head == "value":
             raise EnginehouseError(describe_no_export(self._context, has_adapters=lora is not None))
         self._offloading.need("params", to="export the adapter")
-        weights = dict(adapters.AdapterWeights(unique_state(self._model, self._stored), torch.float32).iter_full())
+        weights = dict(adapters.AdapterWeights(self._model, torch.float32).iter_full())
         layers, modules = adapters.adapted_layers(self._model), [name for name, _ in self._model.named_modules()]
         self._ranks.on_rank_zero(lambda: write_adapter(Path(path), lora, self._spec.path, layers, modules, weights))
 

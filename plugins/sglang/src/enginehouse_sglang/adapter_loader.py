@@ -8,7 +8,6 @@ module uses SGLang's LoRA manager directly, as of the versions that the plugin a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -154,7 +153,7 @@ def read_back(manager: Any, adapter_id: str, source: StagedSource) -> list[ReadR
             equal = held.shape == part.shape and held.dtype == part.dtype
             if not equal or not torch.equal(held.cpu().contiguous().view(bits), part.contiguous().view(bits)):
                 wrong.append(name)
-            regions.append(astuple(Region.of_part(part, staged)))
+            regions.append(Region.of_part(part, staged).as_plain_data())
         read.append((total, regions))
     if wrong:
         raise WeightSyncError(f"sglang does not hold {listed(wrong)} as sent", wrong)

@@ -110,6 +110,7 @@ def server_arguments(
         arguments["max_total_tokens"] = max((mib << 20) // _token_bytes(text, model, options.tensor_parallel), least)
     if context.device == "cpu":
         arguments["attention_backend"] = "torch_native"
+        arguments["sleep_on_idle"] = True  # else each idle scheduler takes a core from the trainer and other replicas
     elif context.takes_turns:
         arguments["enable_memory_saver"] = True
     return arguments | {name.replace("-", "_"): value for name, value in options.native.items()}

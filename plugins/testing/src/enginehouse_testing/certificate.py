@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +60,7 @@ class Certificate:
         origin: the record's distribution and the digest of its code, or None if unknown.
         commit: commit of the checkout that contains the code, or None.
         model: the model that an engine was checked with.
+        options: options that an engine was given in addition to those of its layouts.
     """
 
     backend: str
@@ -73,6 +74,7 @@ class Certificate:
     origin: Origin | None = None
     commit: Commit | None = None
     model: ModelUnderTest = TINY
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Result]:
@@ -103,6 +105,7 @@ class Certificate:
             "kind": self.kind,
             "device": self.device,
             "model": self.model.label,
+            "options": dict(self.options),
             "plugin": None if self.origin is None else asdict(self.origin),
             "passed": self.passed,
             "interrupted": not self.finished,
@@ -129,6 +132,7 @@ class Certificate:
             *([f"Commit: {self.commit}", ""] if self.commit else []),
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
             *([f"Model: {self.model}", ""] if self.model.label else []),
+            *([f"Options: {json.dumps(dict(self.options))}", ""] if self.options else []),
             *([f"Device: {self._device_line()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",

@@ -5,11 +5,25 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
+from enginehouse.plugin import (
+    Backend,
+    Layout,
+    Record,
+    Reward,
+    RolloutBackend,
+    TrainBackend,
+    Transport,
+    capabilities,
+    resolve,
+)
 from enginehouse.runtimes import choose_runtime
 from enginehouse_rl.plan.device import pick_device, visible_gpus
 from enginehouse_testing.certificate import Certificate, Result, depends_on
@@ -38,6 +52,10 @@ if TYPE_CHECKING:
 
 MOST_PAIRS = 6
 """Maximum number of pairs of layouts between which checkpoints are moved."""
+
+QUANTIZED_TOLERANCE = 3.0
+"""Largest difference in nats that passes between logprobs of transformers in float32 and of a rollout engine that
+quantizes: ten times as much as in bfloat16, as measured (`enginehouse.weights.effect.QUANTIZED_TOLERANCE`)."""
 
 HERE = Layout("here")
 """The layout of records that run in the suite's own process."""
@@ -308,6 +326,7 @@ def certify(
     fail_fast: bool = False,
     given: Given = Given(),  # noqa: B008 - frozen
     model: ModelUnderTest = TINY,
+    options: Mapping[str, Any] = MappingProxyType({}),
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
@@ -319,17 +338,22 @@ def certify(
         checks: names of checks; None: all.
         runtime, device, timeout, given: see `Certifier`.
         model: the model that engines are checked with.
+        options: options of an engine, in addition to those of its layouts. If they make a rollout engine quantize,
+            larger differences from transformers are accepted. The certificate is then not of the whole suite.
         fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
         begins: function that is called before each case, with its number, counted from 1, and the number of cases.
         ended: function that is called with the certificate so far after each case, and once it is finished.
 
     Raises:
-        UserError: a named check or layout does not exist, or the engine does not run on the device or with the model.
+        UserError: a named check or layout does not exist, or the engine does not run on the device or with the model,
+            or does not take the options.
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks, model)
     check_given(record, given)
-    is_whole = layouts is None and checks is None
+    if options:
+        planned = [_add_options(record, case, options, device_of(record, device), model) for case in planned]
+    is_whole = layouts is None and checks is None and not options
     certificate = Certificate(
         record.name,
         whole=is_whole,
@@ -339,6 +363,7 @@ def certify(
         origin=origin_of(record),
         commit=commit_of(record),
         model=model,
+        options=options,
     )
     ended(certificate)
     longest = timeout or (ROLLOUT_ACT_SECONDS if model.path else None)
@@ -355,6 +380,28 @@ def certify(
     certificate.finished = True
     ended(certificate)
     return certificate
+
+
+def _add_options(record: Record, case: Case, options: Mapping[str, Any], device: Device, model: ModelUnderTest) -> Case:
+    """Return a case with more engine options, and with the tolerance of an engine that quantizes, if they make it do
+    so. Raises `UserError` if the engine does not take them."""
+    if not isinstance(record, Backend):
+        raise UserError(f"--options are for engines, but {record.name!r} is a {record.kind}")
+    layouts = tuple(replace(layout, options={**layout.options, **options}) for layout in case.layouts)
+    check, schema = case.check, resolve(record.options)
+    for layout in layouts:
+        try:
+            typed = schema(**layout.options)
+            typed.check_device(device, model.dtype)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise UserError(f"--options: {name}: {wrong['msg']}. {nearest(name, schema.model_fields)}") from error
+        except UserError as error:
+            raise UserError(f"--options: {error}") from error
+        if isinstance(typed, RolloutOptions) and typed.quantizes() and check.tolerances:
+            check = replace(check, tolerance=QUANTIZED_TOLERANCE)
+    return Case(check, layouts)
 
 
 def _lacks(check: Check, layout: Layout) -> bool:

@@ -7,7 +7,7 @@ import sys
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import CROSS_HOST
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 
 
 @hookimpl
@@ -27,5 +27,7 @@ def enginehouse_register_transports(register):
                 summary="Between hosts with slow links, as point_to_point, but only the elements that changed",
                 transport="enginehouse_transports.differences:DifferencesTransport",
                 capabilities={CROSS_HOST},
+                trainer_copies=1,
+                replica_copies=2,
             )
         )

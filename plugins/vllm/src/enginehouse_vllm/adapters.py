@@ -9,7 +9,6 @@ allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def read_back(manager: Any, source: StagedSource, helper: PEFTHelper) -> list[Re
         )
         if not fits or held[rows:].count_nonzero() or held[:, columns:].count_nonzero():
             wrong.append(name)
-        read.append((total, [astuple(Region.of_part(part, staged))]))
+        read.append((total, [Region.of_part(part, staged).as_plain_data()]))
     if wrong:
         raise WeightSyncError(f"vllm does not hold {listed(wrong)} as sent", wrong)
     return read

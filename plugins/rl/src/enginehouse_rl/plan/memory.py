@@ -117,7 +117,8 @@ class Needs:
             lines.append(f"{_name_roles(place)}: {self._describe_sum(place)}")
             if self.device == "cuda" and (host := self._count_host_bytes(place, uses)):
                 lines.append(
-                    f"{_name_roles(place)}: {host / GIB:.1f} GiB of host memory per GPU, for what is offloaded"
+                    f"{_name_roles(place)}: {host / GIB:.1f} GiB of host memory per GPU, for what is offloaded or "
+                    "kept by weight transports"
                 )
         lines += [f"{_spell(name)}: {use.note}" for name, use in uses.items() if use.note]
         if guessed := [_spell(name) for name, use in uses.items() if not use.measured]:
@@ -213,12 +214,14 @@ class Needs:
     def _count_host_bytes(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
         """Return the bytes of host memory that are needed for each device.
 
-        An engine may keep some of its memory on the host. If roles take turns, a waiting training role also moves the
-        memory that it holds to the host. It does not move gradients, because these are zero while it waits.
+        An engine or a weight transport may keep some memory on the host. If roles take turns, a waiting training role
+        also moves the memory that it holds to the host. It does not move gradients, because these are zero while it
+        waits.
         """
         turns = any(self.roles[name].devices_of for name in place.roles)
-        training = [name for name in place.roles if self.roles[name].kind == "train"]
-        return sum(uses[name].host + (sum(uses[name].held.values()) if turns else 0) for name in training)
+        moved = [name for name in place.roles if turns and self.roles[name].kind == "train"]
+        kept = sum(uses[name].host for name in place.roles)
+        return kept + sum(size for name in moved for size in uses[name].held.values())
 
     def _describe_sum(self, place: MemoryPlace) -> str:
         on_gpus = self.device == "cuda"

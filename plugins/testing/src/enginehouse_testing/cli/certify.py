@@ -66,6 +66,12 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
     help="Device of the engine; auto: a GPU if the engine can use one.",
 )
 @model_options
+@click.option(
+    "--options",
+    "engine_options",
+    metavar="YAML",
+    help="Options of an engine, in addition to those of its layouts: {quantization: fp8}.",
+)
 @click.option("--quick", is_flag=True, help="Run only the most useful checks, at the first layout.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
 @click.option(
@@ -105,6 +111,7 @@ def certify(
     kind: str | None,
     layouts: tuple[str, ...],
     checks: tuple[str, ...],
+    engine_options: str | None,
     quick: bool,
     arguments: str | None,
     columns: tuple[str, ...],
@@ -136,7 +143,9 @@ def certify(
     given = _read_given(arguments, columns, examples)
     if under_test != TINY:
         click.echo(f"model: {under_test}")
+    options = _read_mapping("--options", engine_options, "{quantization: fp8}")
     how |= {"layouts": layouts or None, "checks": checks or None, "given": given, "model": under_test}
+    how["options"] = options
     sys.exit(0 if _certify_all(records, Path(directory), quick, how) else 1)
 
 
@@ -188,14 +197,7 @@ def _read_given(arguments: str | None, columns: Sequence[str], examples: str | N
     Raises:
         UserError: the arguments or data cannot be read.
     """
-    import yaml
-
-    try:
-        mapping = yaml.safe_load(arguments) if arguments else {}
-    except yaml.YAMLError as error:
-        raise UserError(f"--arguments cannot be read: {error}") from error
-    if not isinstance(mapping, dict):
-        raise UserError(f"--arguments must be a mapping such as {{clip: 0.3}}, not {arguments!r}")
+    mapping = _read_mapping("--arguments", arguments, "{clip: 0.3}")
     places: dict[str, Any] = {}
     for column in columns:
         name, _, place = column.partition("=")
@@ -203,6 +205,19 @@ def _read_given(arguments: str | None, columns: Sequence[str], examples: str | N
             raise UserError(f"--column must be NAME=row or NAME=token, not {column}")
         places[name] = place
     return Given(arguments=mapping, columns=places, examples=_read_rows(Path(examples)) if examples else ())
+
+
+def _read_mapping(option: str, text: str | None, example: str) -> dict[str, Any]:
+    """Read a mapping in YAML; empty if there is no text. Raises `UserError` if the text is something else."""
+    import yaml
+
+    try:
+        mapping = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{option} cannot be read: {error}") from error
+    if not isinstance(mapping, dict):
+        raise UserError(f"{option} must be a mapping such as {example}, not {text!r}")
+    return mapping
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

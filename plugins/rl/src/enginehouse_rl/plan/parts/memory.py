@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
+from enginehouse.plugin import Transport
 from enginehouse.plugin.capabilities import LENT_WEIGHTS
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.plan.device import find_gpu
@@ -13,6 +14,8 @@ from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 
 GENERATING = ("rollout", "evaluation")
+COPIES = "kept copies"
+"""Name of the host memory that weight transports keep, in a run on CPUs."""
 
 
 class MemoryPart(Part[AnyConfig]):
@@ -31,6 +34,7 @@ class MemoryPart(Part[AnyConfig]):
         gpu = find_gpu() if run.device == "cuda" else None
         longest, description = data.find_longest()
         uses: dict[str, MemoryUse | None] = {}
+        sizes: dict[str, int] = {}  # bytes of the weights of each role's model
         exact = True
         for name, role in run.roles.items():
             config = run.models.get(name) or run[ModelPart].json
@@ -52,13 +56,37 @@ class MemoryPart(Part[AnyConfig]):
                 takes_turns=role.devices_of is not None,
                 borrows=self._borrows(name),
             )
+            sizes[name] = demand.itemsize * demand.shape.parameters
             options = run.engines[name].typed
             uses[name] = None if options is None else options.memory(demand)
+        for name, kept in self._keep_copies(sizes).items():
+            if (use := uses[name]) is not None:
+                on_host = {"host": use.host + kept} if run.device == "cuda" else {"held": {**use.held, COPIES: kept}}
+                uses[name] = replace(use, **on_host)
         needs = Needs(run.roles, uses, run.device, gpu)
         self.lines, self.total = needs.table(), needs.describe_total()
         if self.lines and description:
             self.lines.append(f"rows of at most {longest:,} tokens: {description}")
         needs.check(self.findings, exact)
+
+    def _keep_copies(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes of host memory that weight transports keep for each rank of a role, or for each of its GPUs.
+
+        Args:
+            sizes: bytes of the weights of each role's model, as far as they are known.
+        """
+        roles, kept = self.run.roles, dict[str, int]()
+        for name, role in roles.items():
+            if not role.transport or name not in sizes or role.model.adapter is not None:
+                continue
+            record = self.run.plugins.get(Transport, role.transport)
+            for end, copies, parts in (
+                ("actor", record.trainer_copies, roles["actor"].processes),
+                (name, record.replica_copies, role.gpus),
+            ):
+                if copies:
+                    kept[end] = kept.get(end, 0) + copies * sizes[name] // parts
+        return kept
 
     def _borrows(self, name: str) -> bool:
         """True if a role may compute with the actor's own copy of the weights."""
