@@ -164,7 +164,7 @@ def test_a_checkpoint_that_does_not_belong_is_refused(tmp_path):
     assert "holds a whole model and no adapters" in refused(whole, LORA)
     assert "its lora.alpha is 8.0, but this model's is 16.0" in refused(adapted, {**LORA, "alpha": 16})
     assert "its lora.rank is 4, but this model's is 2" in refused(adapted, {**LORA, "rank": 2})
-    assert "is '14 of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj', but" in refused(
+    assert "is '14 of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj (" in refused(
         adapted, {**LORA, "targets": ["q_proj"]}
     )
 

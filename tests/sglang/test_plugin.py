@@ -158,6 +158,7 @@ def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(pl
     assert attached.roles["rollout"].shares is None
     assert attached.roles["rollout"].gpus == 0
     assert "http://127.0.0.1:30000" in dict(attached.facts)["rollout"]
+    planned(ATTACHED, "weights.transport=differences")  # whose copies are in the servers' memory
     with pytest.raises(UserError, match="enginehouse runtime create sglang"):
         planned()
 

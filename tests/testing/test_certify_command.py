@@ -102,6 +102,12 @@ def test_options_that_the_engine_does_not_take_are_the_users_mistake(certify, ar
     assert said in " ".join(done.output.split())
 
 
+def test_options_need_the_kind_of_a_name_that_has_several(certify):
+    done, written = certify("passed", "--options", "{lr: 0.1}", name="torch")
+    assert (done.exit_code, written) == (2, None)
+    assert "'torch' is several: add --kind train or rollout" in " ".join(done.output.split())
+
+
 def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):
     done, written = certify("interrupted", "--kind", "rollout")
     assert done.exit_code == 130

@@ -144,7 +144,8 @@ class Transport(Record):
         capabilities: the transport's reach: `SAME_PROCESS`, `SAME_HOST`, `CROSS_HOST`.
         trainer_copies: number of copies of the sent weights that all training ranks together keep in host memory
             between updates, each rank as much as any other.
-        replica_copies: largest number of copies that each rollout replica keeps in host memory between updates.
+        replica_copies: largest number of copies, over all engines, that each rollout replica keeps in host memory
+            between updates.
     """
 
     kind: ClassVar[str] = "transport"

@@ -86,19 +86,21 @@ class AnonymousMemory:
 
 
 def map_privately(path: str) -> mmap.mmap:
-    """Map another process's memory privately. A page is copied when this process first writes to it. Raises `OSError`
-    if the memory no longer exists, or belongs to another user."""
+    """Return the bytes of a new `PrivateMemory`."""
     return PrivateMemory(path).memory
 
 
 class PrivateMemory:
-    """Another process's memory, mapped as `map_privately` says.
+    """Another process's memory, mapped privately: a page is copied when this process first writes to it.
 
     A mapping can be kept for the next version in the same memory, because to map each page anew takes as long as to sum
     it. The memory then lives at least until the first `take` after its path leads to it no longer.
 
     Attributes:
         memory: the mapped bytes.
+
+    Raises:
+        OSError: the memory no longer exists, or belongs to another user.
     """
 
     _kept: ClassVar[dict[str, PrivateMemory]] = {}
@@ -113,7 +115,7 @@ class PrivateMemory:
 
     @classmethod
     def take(cls, path: str) -> PrivateMemory:
-        """Return the kept mapping of the memory at `path`, or a new one. Raises `OSError` as `map_privately` does."""
+        """Return the kept mapping of the memory at `path`, or a new one."""
         for kept in [*cls._kept.values()]:
             if _identify(kept._path) != kept._file:
                 del cls._kept[kept._path]
@@ -134,7 +136,7 @@ def _identify(file: str | int) -> tuple[int, int] | None:
 
 
 def _has_copied_pages(memory: mmap.mmap) -> bool:
-    """Return False if no page of a private mapping was copied, as far as the kernel says."""
+    """Return True if a page of a private mapping was copied, or if the kernel does not say."""
     import numpy as np
 
     first = np.frombuffer(memory, np.uint8).ctypes.data // mmap.PAGESIZE

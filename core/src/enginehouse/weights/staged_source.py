@@ -71,6 +71,7 @@ class StagedSource:
             memory.keep()
 
     def _all_freed(self) -> bool:
+        """Return True if no tensor that was yielded lives on."""
         return all(storage.expired() for storage in self._yielded)
 
 

@@ -234,7 +234,8 @@ class AdapterWeights:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype):
-        self._matrices = {name: p.detach() for name, p in model.named_parameters() if name.endswith((DOWN, UP))}
+        adapters = ((name, matrix) for name, matrix in model.named_parameters() if name.endswith((DOWN, UP)))
+        self._matrices = {name: matrix.detach() for name, matrix in adapters}
         self._dtype = dtype
 
     def metadata(self) -> list[ParamMeta]:
@@ -257,9 +258,7 @@ class AdapterWeights:
 
 def _name_in_file(name: str) -> str:
     """Return the name in a file of `peft` of a parameter of an adapter."""
-    return (
-        name_in_file(name.removesuffix(DOWN), "A") if name.endswith(DOWN) else name_in_file(name.removesuffix(UP), "B")
-    )
+    return name_in_file(name.removesuffix(DOWN).removesuffix(UP), "A" if name.endswith(DOWN) else "B")
 
 
 def adapted_layers(model: PreTrainedModel) -> list[str]:

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
+from enginehouse.errors import ConfigError
 from enginehouse_megatron.forms import Heads, Whole
 from enginehouse_megatron.output_layer import ValueHead
 from enginehouse_megatron.weight_map import MappedParameter, StoredTensor
@@ -109,7 +110,7 @@ class LayerAdapters(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """This rank's adapters and its mapped parameters, of which those with adapters know them."""
+    """This rank's parameters of the base model, each with its adapters, and the adapters' own parameters."""
 
     base: list[MappedParameter]
     adapters: list[MappedParameter]
@@ -130,7 +131,12 @@ def add_adapters(
         mapped: this rank's parameters.
         layers: names of the layers of the whole model that have adapters (`choose_layers`).
         seed: seed of the initial values.
+
+    Raises:
+        ConfigError: the model's norms are not those that `_attach` computes.
     """
+    if settings.normalization != "RMSNorm" or settings.layernorm_zero_centered_gamma:
+        raise ConfigError("megatron: lora: this engine adapts only models with plain RMSNorm, without centered weights")
     matrices = {f"{layer}.weight" for layer in layers}
     numbers = {id(entry.parameter): number for number, entry in enumerate(mapped)}
     adapted = Adapted(list(mapped), [])

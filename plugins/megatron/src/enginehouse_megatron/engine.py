@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,14 +202,13 @@ class MegatronEngine:
         if self._training is None:
             training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
             path = Path(self._spec.path)
-            trains_all = self._options.lora is None
-            if trains_all and self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
+            if self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
                 self._take_precise_values(training)
             self._training = training
         return self._training
 
     def _take_precise_values(self, training: BufferedTraining) -> None:
-        """Let training begin from the files' values, which are more precise than the parameters.
+        """Let training begin from the files' values, which are more precise than the parameters. Adapters keep theirs.
 
         A weight that begins from the rounded value changes only after steps of half its precision.
         """
@@ -221,7 +221,11 @@ class MegatronEngine:
         group = parallel_state.get_tensor_model_parallel_group()
         rank, size = group.rank(), group.size()
         training.take_values(
-            lambda parameter: weight_map.read(mapped[parameter], files, self._heads, rank, size, torch.float32)
+            lambda parameter: (
+                weight_map.read(mapped[parameter], files, self._heads, rank, size, torch.float32)
+                if parameter in mapped
+                else None
+            )
         )
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
@@ -284,8 +288,10 @@ class MegatronEngine:
         return checkpoints.CheckpointContent(self._models, training, parts, shape, trained)
 
     def _describe_layers(self) -> str:
-        """Return the number of adapted layers and the ends of their names."""
-        return f"{len(self._layers)} of {', '.join(sorted({name.rpartition('.')[2] for name in self._layers}))}"
+        """Return the number of adapted layers, the ends of their names and a digest of the names."""
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in self._layers}))
+        digest = hashlib.sha256(" ".join(self._layers).encode()).hexdigest()[:8]
+        return f"{len(self._layers)} of {ends} ({digest})"
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""

@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 MOST_PAIRS = 6
 """Maximum number of pairs of layouts between which checkpoints are moved."""
 
-QUANTIZED_TOLERANCE = 3.0
+QUANTIZED_TOLERANCE = 2.5
 """Largest difference in nats that passes between logprobs of transformers in float32 and of a rollout engine that
-quantizes: ten times as much as in bfloat16, as measured (`enginehouse.weights.effect.QUANTIZED_TOLERANCE`)."""
+quantizes. vLLM's `fp8` differed by at most 1.1 to 1.6 in three checks of a tiny model; other random weights by 9 to 10,
+and a model whose adapter is ignored by 3.0."""
 
 HERE = Layout("here")
 """The layout of records that run in the suite's own process."""

@@ -70,7 +70,7 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
     "--options",
     "engine_options",
     metavar="YAML",
-    help="Options of an engine, in addition to those of its layouts: {quantization: fp8}.",
+    help="Options of an engine, which replace those of its layouts: {quantization: fp8}.",
 )
 @click.option("--quick", is_flag=True, help="Run only the most useful checks, at the first layout.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
@@ -144,6 +144,9 @@ def certify(
     if under_test != TINY:
         click.echo(f"model: {under_test}")
     options = _read_mapping("--options", engine_options, "{quantization: fp8}")
+    if options and len(records) > 1:
+        several = " or ".join(record.kind for record in records)
+        raise UserError(f"--options are for one engine, but {name!r} is several: add --kind {several}")
     how |= {"layouts": layouts or None, "checks": checks or None, "given": given, "model": under_test}
     how["options"] = options
     sys.exit(0 if _certify_all(records, Path(directory), quick, how) else 1)

@@ -13,7 +13,7 @@ from enginehouse.engines.memory import ModelShape
 if TYPE_CHECKING:
     from enginehouse.engines.options import LoraOptions
 
-__all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
+__all__ = ["adapter_parameters", "block_backward_bytes", "block_bytes", "head_bytes"]
 
 BLOCK = 1 << 27
 """Maximum number of logits that exist at once: in float32 512 MiB, or 832 tokens of a vocabulary of 152,064."""

@@ -60,7 +60,8 @@ class MemoryPart(Part[AnyConfig]):
             options = run.engines[name].typed
             uses[name] = None if options is None else options.memory(demand)
         for name, kept in self._keep_copies(sizes).items():
-            if (use := uses[name]) is not None:
+            if (use := uses[name]) is not None:  # None: such as running servers
+                kept //= self._sharers(name)
                 on_host = {"host": use.host + kept} if run.device == "cuda" else {"held": {**use.held, COPIES: kept}}
                 uses[name] = replace(use, **on_host)
         needs = Needs(run.roles, uses, run.device, gpu)
@@ -70,23 +71,28 @@ class MemoryPart(Part[AnyConfig]):
         needs.check(self.findings, exact)
 
     def _keep_copies(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of host memory that weight transports keep for each rank of a role, or for each of its GPUs.
+        """Return the bytes of host memory that weight transports keep for all trainers together and for each replica.
 
         Args:
             sizes: bytes of the weights of each role's model, as far as they are known.
         """
-        roles, kept = self.run.roles, dict[str, int]()
-        for name, role in roles.items():
+        kept = dict[str, int]()
+        for name, role in self.run.roles.items():
             if not role.transport or name not in sizes or role.model.adapter is not None:
                 continue
             record = self.run.plugins.get(Transport, role.transport)
-            for end, copies, parts in (
-                ("actor", record.trainer_copies, roles["actor"].processes),
-                (name, record.replica_copies, role.gpus),
-            ):
+            for end, copies in (("actor", record.trainer_copies), (name, record.replica_copies)):
                 if copies:
-                    kept[end] = kept.get(end, 0) + copies * sizes[name] // parts
+                    kept[end] = kept.get(end, 0) + copies * sizes[name]
         return kept
+
+    def _sharers(self, name: str) -> int:
+        """Return among how many lines of the table the copies of a role are divided: of all trainers by their ranks, of
+        a replica by its GPUs; on a CPU a replica has one line."""
+        role = self.run.roles[name]
+        if name == "actor":
+            return role.processes
+        return role.gpus if self.run.device == "cuda" else 1
 
     def _borrows(self, name: str) -> bool:
         """True if a role may compute with the actor's own copy of the weights."""
