@@ -202,13 +202,14 @@ class MegatronEngine:
         if self._training is None:
             training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
             path = Path(self._spec.path)
-            if self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
+            trains_all = self._options.lora is None
+            if trains_all and self._settings.bf16 and not self._is_loaded and has_other_dtype(path, self._spec.dtype):
                 self._take_precise_values(training)
             self._training = training
         return self._training
 
     def _take_precise_values(self, training: BufferedTraining) -> None:
-        """Let training begin from the files' values, which are more precise than the parameters. Adapters keep theirs.
+        """Let training begin from the files' values, which are more precise than the parameters.
 
         A weight that begins from the rounded value changes only after steps of half its precision.
         """
@@ -221,11 +222,7 @@ class MegatronEngine:
         group = parallel_state.get_tensor_model_parallel_group()
         rank, size = group.rank(), group.size()
         training.take_values(
-            lambda parameter: (
-                weight_map.read(mapped[parameter], files, self._heads, rank, size, torch.float32)
-                if parameter in mapped
-                else None
-            )
+            lambda parameter: weight_map.read(mapped[parameter], files, self._heads, rank, size, torch.float32)
         )
 
     def _own_weights(self) -> dict[str, torch.Tensor]:

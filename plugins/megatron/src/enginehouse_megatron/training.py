@@ -69,9 +69,8 @@ class BufferedTraining:
         self.step_number = 0
         self.clear()
 
-    def take_values(self, value_of: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
-        """Replace the float32 copies of half-precision parameters by more precise values, whole ones by parameter. A
-        copy stays if there is None.
+    def take_values(self, value_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        """Replace the float32 copies of half-precision parameters by more precise values, whole ones by parameter.
 
         Not by megatron-core's own `reload_model_params(state_dict)`: it finds names by parts of them, and the first
         expert's name is a part of the eleventh's.
@@ -81,9 +80,8 @@ class BufferedTraining:
                 continue
             groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
             for parameter, copy in (pair for group in groups for pair in zip(*group, strict=True)):
-                if (value := value_of(parameter)) is not None:
-                    own = optimizer._get_model_param_range_map(parameter)["param"]
-                    copy.data.copy_(value.reshape(-1)[own.start : own.end])
+                own = optimizer._get_model_param_range_map(parameter)["param"]
+                copy.data.copy_(value_of(parameter).reshape(-1)[own.start : own.end])
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
