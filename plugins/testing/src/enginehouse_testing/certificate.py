@@ -60,7 +60,7 @@ class Certificate:
         origin: the record's distribution and the digest of its code, or None if unknown.
         commit: commit of the checkout that contains the code, or None.
         model: the model that an engine was checked with.
-        options: options that an engine was given in addition to those of its layouts.
+        options: options that an engine was given, which replace those of its layouts.
     """
 
     backend: str

@@ -339,7 +339,7 @@ def certify(
         checks: names of checks; None: all.
         runtime, device, timeout, given: see `Certifier`.
         model: the model that engines are checked with.
-        options: options of an engine, in addition to those of its layouts. If they make a rollout engine quantize,
+        options: options of an engine, which replace those of its layouts. If they make a rollout engine quantize,
             larger differences from transformers are accepted. The certificate is then not of the whole suite.
         fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
         begins: function that is called before each case, with its number, counted from 1, and the number of cases.
@@ -384,7 +384,7 @@ def certify(
 
 
 def _add_options(record: Record, case: Case, options: Mapping[str, Any], device: Device, model: ModelUnderTest) -> Case:
-    """Return a case with more engine options, and with the tolerance of an engine that quantizes, if they make it do
+    """Return a case with these engine options, and with the tolerance of an engine that quantizes if they make it do
     so. Raises `UserError` if the engine does not take them."""
     if not isinstance(record, Backend):
         raise UserError(f"--options are for engines, but {record.name!r} is a {record.kind}")
