@@ -61,3 +61,17 @@ def trained_by_peft(path, adapter, head):
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     adapters = {name: matrix.clone() for name, matrix in state.items()}
     return norms, adapters, dict(model.merge_and_unload().state_dict())
+
+
+def compare_with_peft(adapter, expected_adapter, first, last, base, expected, targets):
+    """Check an adapter and the merged weights against those of `trained_by_peft`; no other weight may have changed."""
+    assert adapter.keys() == expected_adapter.keys()
+    for name, matrix in adapter.items():
+        torch.testing.assert_close(matrix, expected_adapter[name], atol=1e-4, rtol=0)
+    for name, weight in last.items():
+        assert torch.equal(first[name], base[name]), "adapters that begin at zero changed a weight"
+        torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
+        changed = name.removesuffix(".weight").endswith((*targets, "score"))
+        assert torch.equal(weight, base[name]) != changed, name
+        if changed:
+            assert (weight - base[name]).abs().max() > 1e-3, "nothing was learned: there is nothing to compare"
