@@ -542,9 +542,9 @@ MUTANTS = (
         "w01",
         "SGLang loads a version whose memory has changed since it was staged",
         f"{SGLANG}/loader.py",
-        "    source.check()\n",
-        "",
-        (f"{SGLANG_LOADS}::test_memory_that_differs_from_its_checksum_is_not_loaded",),
+        "    with source.checked(rank, ranks):\n        missing",
+        "    if True:\n        missing",
+        (f"{SGLANG_LOADS}::test_memory_that_differs_from_its_checksum_fails_the_load_by_name",),
     ),
     Mutant(
         "w02",

@@ -1,12 +1,15 @@
 """A staged version, as the processes of an engine read it."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.weights import staged_source
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import lay_out
 from enginehouse.weights.staged_source import StagedSource
 from enginehouse.weights.staging import Version
@@ -24,17 +27,36 @@ def test_exactly_one_rank_finds_each_changed_parameter(changed, ranks):
         version.take(name, tensor, None, None)
     source = StagedSource(version.source()["parameters"])
     for rank in range(ranks):
-        source.check(rank, ranks)
+        with source.checked(rank, ranks):
+            pass
     assert version.copy is not None
     version.copy.memory[lay_out(parameters)[0][changed]] ^= 1
     found = []
     for rank in range(ranks):
         try:
-            source.check(rank, ranks)
+            with source.checked(rank, ranks):
+                pass
         except WeightSyncError as error:
             found += error.parameters
     assert found == [changed]
     source.close()
+
+
+def test_a_loader_may_write_to_what_it_is_given(monkeypatch):
+    version, source = _staged(1.0)
+    written = threading.Event()
+    monkeypatch.setattr(staged_source, "checksum", lambda tensor: written.wait(30) and checksum(tensor))
+    with source.checked():
+        dict(source)["a"].zero_()
+        written.set()
+    del version
+
+
+def test_a_change_is_told_instead_of_the_error_that_it_led_to():
+    version, source = _staged(1.0)
+    version.copy.memory[0] ^= 1
+    with pytest.raises(WeightSyncError, match="the staged weights have changed: a"), source.checked():
+        raise ValueError("not a number")
 
 
 def test_a_tensor_that_the_engine_keeps_is_found_at_the_end_and_stays_valid():
@@ -48,13 +70,14 @@ def test_a_tensor_that_the_engine_keeps_is_found_at_the_end_and_stays_valid():
 
 def test_memory_stays_mapped_for_the_next_version_in_it():
     version, source = _staged(1.0)
-    source.check()
+    with source.checked():
+        pass
     source.close()
     assert len(_mappings(version)) == 2, "the sender's own, and the kept one"
     _fill(version, 2.0)
     again = StagedSource(version.source()["parameters"])
-    again.check()
-    assert dict(again)["a"][0] == 2.0
+    with again.checked():
+        assert dict(again)["a"][0] == 2.0
     assert len(_mappings(version)) == 2
 
 
@@ -64,16 +87,16 @@ def test_memory_is_mapped_anew_after_the_engine_has_written_to_it():
     source.close()
     _fill(version, 2.0)
     again = StagedSource(version.source()["parameters"])
-    again.check()
-    assert dict(again)["a"][0] == 2.0
+    with again.checked():
+        assert dict(again)["a"][0] == 2.0
 
 
 def test_other_memory_under_the_same_path_is_not_taken_for_it(tmp_path):
     version, source = _staged(1.0, tmp_path / "link")
     source.close()
     other, source = _staged(2.0, tmp_path / "link")
-    source.check()
-    assert dict(source)["a"][0] == 2.0
+    with source.checked():
+        assert dict(source)["a"][0] == 2.0
     assert len(_mappings(version)) == 1, "the sender's own: the other was dropped"
     del other
 

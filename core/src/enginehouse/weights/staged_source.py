@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from mmap import mmap
 from pathlib import Path
@@ -14,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
-from enginehouse.weights.checksums import checksums
-from enginehouse.weights.host_memory import PrivateMemory
+from enginehouse.weights.checksums import THREADS, checksum
+from enginehouse.weights.host_memory import PrivateMemory, map_privately
 
 
 class StagedSource:
@@ -48,14 +50,29 @@ class StagedSource:
         """Checksums of `parameters`, in their order."""
         return [parameter[-1] for parameter in self._parameters]
 
-    def check(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check that parameters are as they were staged: all, or the share of one of several ranks that read the same
-        memory. Raises `WeightSyncError` if parameters differ; the message names them."""
-        if self.directory:
-            return
-        share = list(islice(self, rank, None, ranks))
-        sums = zip(checksums([tensor for _, tensor in share]), self.sums[rank::ranks], strict=True)
-        wrong = [name for (name, _), (total, staged) in zip(share, sums, strict=True) if total != staged]
+    @contextmanager
+    def checked(self, rank: int = 0, ranks: int = 1) -> Iterator[None]:
+        """Check beside the block, in other threads, that parameters are as they were staged: all, or the share of one
+        of several ranks that read the same memory. Raises `WeightSyncError` at the end of the block if parameters
+        differ; the message names them. The block may write to the tensors, which are private to this process."""
+        share = [] if self.directory else list(islice(zip(self, self.sums, strict=True), rank, None, ranks))
+        with ThreadPoolExecutor(THREADS, "check") as threads:
+            checks = [threads.submit(_find_changed, share[thread::THREADS]) for thread in range(THREADS)]
+            try:
+                yield
+            finally:
+                self.check_again([name for check in checks for name in check.result()])
+
+    def check_again(self, names: Collection[str]) -> None:
+        """Check that parameters are as they were staged, in memory that this process maps anew, because a loader may
+        have written to what it was given. Raises `WeightSyncError` if parameters differ; the message names them."""
+        again = [parameter for parameter in self._parameters if parameter[0] in names]
+        memories = {path: map_privately(path) for path in {parameter[3] for parameter in again}}
+        wrong = [
+            name
+            for name, dtype, shape, path, begin, total in again
+            if checksum(_view_tensor(memories[path], dtype, shape, begin)) != total
+        ]
         if wrong:
             raise WeightSyncError(f"the staged weights have changed: {listed(wrong)}", wrong)
 
@@ -73,6 +90,11 @@ class StagedSource:
     def _all_freed(self) -> bool:
         """Return True if no tensor that was yielded lives on."""
         return all(storage.expired() for storage in self._yielded)
+
+
+def _find_changed(parameters: Iterable[tuple[tuple[str, torch.Tensor], str]]) -> list[str]:
+    """Return the names of tensors that do not have the checksum beside them."""
+    return [name for (name, tensor), total in parameters if checksum(tensor) != total]
 
 
 def _view_tensor(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Stages a version of the weights in this host's memory, beside the served version, for engines in other processes.
 
-Such an engine maps the memory and loads a version completely, by its plugin's code. This module checks a version before
-the engine loads it, and releases its memory.
+Such an engine maps the memory and loads a version completely, by its plugin's code. This module keeps the memory of the
+staged and of the served version, and releases it.
 """
 
 from __future__ import annotations

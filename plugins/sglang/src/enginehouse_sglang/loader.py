@@ -57,21 +57,23 @@ def build_order(
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Check that memory holds every parameter as it was staged, and only then load them all."""
+    """Load a version, and check beside it that memory holds every parameter as it was staged."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank, ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     reporter = Reporter(order["reports"], rank)
     _compare_after_processing()
-    reporter.run(lambda: _load(model, order, reporter))
+    reporter.run(lambda: _load(model, order, reporter, rank, ranks))
 
 
-def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> list[ReadRegions] | None:
+def _load(model: Any, order: dict[str, Any], reporter: Reporter, rank: int, ranks: int) -> list[ReadRegions] | None:
     source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
-    source.check()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a pause in place leaves the last pass running
     if order["adapter"]:
-        read = replace_adapter(model, source, order["adapter"])
+        with source.checked(rank, ranks):
+            read = replace_adapter(model, source, order["adapter"])
         source.close()
         ADAPTED.add(model)
         return read
@@ -81,7 +83,8 @@ def _load(model: Any, order: dict[str, Any], reporter: Reporter) -> list[ReadReg
         with read_back.watch():
             model.load_weights(read_back.follow(source))
 
-    missing = find_unfilled(model, fill)
+    with source.checked(rank, ranks):
+        missing = find_unfilled(model, fill)
     if missing:
         raise WeightSyncError(f"the sent weights do not fill {listed(missing)} of sglang's model", missing)
     LOADED[model] = Loaded(read_back, source, reporter, order["reads_back"])

@@ -1,8 +1,9 @@
 """Stages a new weight version in this host's memory and has SGLang load all of it or nothing.
 
 SGLang itself changes weights in place, and an exception while it does so ends its server. A server that a worker
-started therefore checks a version before it loads it from this host's memory (`loader.py`); a server that ran already
-gets the bytes. In both cases this worker keeps the served version, and has it loaded again if the new one fails.
+started therefore loads a version from this host's memory by code that raises nothing (`loader.py`); a server that ran
+already gets the bytes. In both cases this worker keeps the served version, and has it loaded again if the new one
+fails.
 """
 
 from __future__ import annotations
@@ -132,11 +133,12 @@ class SGLangWeights(StagedWeights):
 async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str, keeps_cache: bool) -> None:
     staged = StagedSource(source.get("parameters", ()), source.get("directory", ""))
     parts = _split(staged)
-    part = next(parts)
-    while part:
-        after = next(parts, [])
-        await server.load(part, ranks, None, None if after else label, keeps_cache)
-        part = after
+    with staged.checked():
+        part = next(parts)
+        while part:
+            after = next(parts, [])
+            await server.load(part, ranks, None, None if after else label, keeps_cache)
+            part = after
     staged.close()
 
 

@@ -39,12 +39,9 @@ class WorkerExtension(truncation.WorkerExtension):
         """
         Reporter(reports, self.rank).run(self._clear)
 
-    def enginehouse_check_adapter(self, reports: str, parameters: list[Any]) -> None:
-        """Check that a staged adapter is as it was staged, and that vLLM can add each of its matrices."""
-        Reporter(reports, self.rank).run(lambda: self._check(parameters))
-
     def enginehouse_load_adapter(self, reports: str, parameters: list[Any], settings: Mapping[str, Any]) -> None:
-        """Replace the served adapter, and compare what is then served with the staged matrices.
+        """Replace the served adapter, check that the matrices are as they were staged, and compare them with what is
+        then served.
 
         Args:
             reports: path of the `Reports`, which get what `ReadBack.compare` returns.
@@ -63,24 +60,20 @@ class WorkerExtension(truncation.WorkerExtension):
         if any(part.count_nonzero() for part in held):
             raise WeightSyncError("vllm still holds an adapter")
 
-    def _check(self, parameters: list[Any]) -> None:
-        source = StagedSource(parameters)
-        source.check()
+    def _load(self, parameters: list[Any], settings: Mapping[str, Any]) -> list[ReadRegions]:
         manager = self.model_runner.lora_manager._adapter_manager
-        lacking = [name for name, _ in source if _find_layer(manager, name)[0] is None]
-        source.close()
+        lacking = [name for name, *_ in parameters if _find_layer(manager, name)[0] is None]
         if lacking:
             raise WeightSyncError(
                 f"vllm adds no adapter that could be read back to the layers of {listed(lacking)}: use "
                 "weights.adapter=merged",
                 lacking,
             )
-
-    def _load(self, parameters: list[Any], settings: Mapping[str, Any]) -> list[ReadRegions]:
         source = StagedSource(parameters)
         helper = PEFTHelper.from_dict(dict(settings))
-        _replace(self.model_runner.lora_manager, source, helper)
-        read = read_back(self.model_runner.lora_manager._adapter_manager, source, helper)
+        with source.checked():
+            _replace(self.model_runner.lora_manager, source, helper)
+            read = read_back(manager, source, helper)
         source.close()
         return read
 

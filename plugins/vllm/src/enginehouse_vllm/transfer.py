@@ -7,7 +7,7 @@ own `ipc` and `nccl` engines would be quicker; this engine works wherever the tw
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -49,15 +49,13 @@ class MemoryInit(WeightTransferInitInfo):
 
 @dataclass
 class MemoryUpdate(WeightTransferUpdateInfo):
-    """A step of an update.
+    """A version to load.
 
     Attributes:
-        step: `"check"` checks that a version is complete and changes nothing; `"load"` loads it.
         parameters: Name, dtype, shape, path of the memory, first byte there and checksum of each parameter.
         directory: Model directory whose safetensors files hold the version, if it is not in memory; else empty.
     """
 
-    step: Literal["check", "load"]
     parameters: list[Any] = field(default_factory=list)
     directory: str = ""
 
@@ -83,10 +81,10 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         self._read_back = ReadBack()
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model does not change before a version is checked."""
+        """Do nothing: the model does not change before a version has come."""
 
     def receive_weights(self, update_info: MemoryUpdate) -> None:
-        self._reporter.run(lambda: self._load() if update_info.step == "load" else self._check(update_info))
+        self._reporter.run(lambda: self._load(update_info))
 
     def finish_weight_update(self) -> None:
         """Finalize the load, if there was one, and compare the model with the version."""
@@ -96,18 +94,19 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         """Release the version."""
         self._source = StagedSource()
 
-    def _check(self, update: MemoryUpdate) -> None:
-        self._source = StagedSource(update.parameters, update.directory)
-        self._source.check(self.parallel_config.rank, self.parallel_config.world_size)
-
-    def _load(self) -> None:
+    def _load(self, update: MemoryUpdate) -> None:
+        self._source = source = StagedSource(update.parameters, update.directory)
         self._shared = shared_parameters(self.model)
         self._quantized = QuantizedLayers()
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
         try:
-            with self._read_back.watch(), self._quantized.watch(self.model):
-                self.model.load_weights(self._read_back.follow(self._source))
+            with (
+                source.checked(self.parallel_config.rank, self.parallel_config.world_size),
+                self._read_back.watch(),
+                self._quantized.watch(self.model),
+            ):
+                self.model.load_weights(self._read_back.follow(source))
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
             if missing:

@@ -43,18 +43,12 @@ class VLLMWeights(StagedWeights):
             return
         await self._start(llm)
         try:
-            await self._step(llm, "check", staged.source())
-        except WeightSyncError:
-            await self._ask(llm.finish_weight_update(), "end the update")
-            raise
-        try:
-            await self._load(llm, staged.number, staged)
+            await self._load(llm, staged.number, staged.source(), staged)
         except WeightSyncError as error:
             log.error("%s; loading version %d again", error, self.version)
             try:
                 await self._start(llm)
-                await self._step(llm, "check", self.source())
-                await self._load(llm, self.version, self.served)
+                await self._load(llm, self.version, self.source(), self.served)
             except WeightSyncError as worse:
                 lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
                 raise self.lose(lost, error) from worse
@@ -62,7 +56,6 @@ class VLLMWeights(StagedWeights):
 
     async def _switch_adapter(self, llm: AsyncLLMEngine, staged: Version) -> None:
         """Load an adapter. If that fails, load the served adapter again."""
-        await self._step_adapter(llm, "check", staged.source()["parameters"])
         try:
             await self._load_adapter(llm, staged.number, staged)
         except WeightSyncError as error:
@@ -89,7 +82,7 @@ class VLLMWeights(StagedWeights):
         await self._step_adapter(llm, "clear")
 
     async def _step_adapter(self, llm: AsyncLLMEngine, step: str, *arguments: Any) -> list[Any]:
-        """Have each of vLLM's processes check, load or clear the adapter, and return what it reports."""
+        """Have each of vLLM's processes load or clear the adapter, and return what it reports."""
         if self._reports is None:
             self._reports = Reports(llm.vllm_config.parallel_config.world_size, "vllm")
         doing = f"{step} the adapter"
@@ -108,23 +101,19 @@ class VLLMWeights(StagedWeights):
             self._reports = reports
         await self._ask(llm.start_weight_update(), "begin the update")
 
-    async def _step(self, llm: AsyncLLMEngine, step: str, source: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        doing = f"{step} the new weights"
-        self._board.clear()
-        await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": step, **source})), doing)
-        self._board.check(self._where, doing)
-
-    async def _load(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
-        """Load the checked version.
+    async def _load(self, llm: AsyncLLMEngine, version: int, source: dict[str, Any], staged: Version | None) -> None:
+        """Load a version from `source`.
 
         Args:
             staged: the version, to be told what was read back of it; None if the model's directory is loaded.
         """
-        doing = "put the new weights in place"
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        doing = "load the new weights"
         try:
-            await self._step(llm, "load", {})
+            self._board.clear()
+            await self._ask(llm.update_weights(WeightTransferUpdateRequest(source)), doing)
+            self._board.check(self._where, doing)
         finally:
             self._board.clear()
             await self._ask(llm.finish_weight_update(), doing)
