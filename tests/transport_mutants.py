@@ -51,6 +51,15 @@ class Corrupting(Mutant):
                 yield WeightChunk(tensors)
 
 
+class SumsClaimed(Mutant):
+    """Gives other checksums than those of what arrives."""
+
+    class session(Session):
+        def recv(self, version, deadline_seconds):
+            for chunk in self.right.recv(version, deadline_seconds):
+                yield WeightChunk(chunk.tensors, {name: "0" * 16 for name, _ in chunk.tensors})
+
+
 class OrderLost(Mutant):
     """Parameters of a bucket arrive the other way round."""
 

@@ -75,12 +75,13 @@ def send_half(plan, index, pipe):
 
     def weights():
         for i, item in enumerate(random_weights(MODEL, 1).items()):
-            if i == 5:  # of the third bucket, so the first was taken
+            if i == 5:  # of the third bucket
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
     session = connected(plan, "send", index)
     pipe.send(address_of(session, "localhost"))
+    pipe.recv()  # once the receiver is connected
     session.send(1, weights(), FOREVER)
 
 

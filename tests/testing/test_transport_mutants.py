@@ -16,6 +16,7 @@ NEXT = {
 
 MUTANTS = [
     ("Corrupting", {"exact", "several_ranks", *NEXT}),
+    ("SumsClaimed", {"awkward_tensors", "exact", "nothing_left", "several_ranks", *NEXT}),
     ("OrderLost", {"awkward_tensors", "exact", "several_ranks", *NEXT}),
     ("StridesIgnored", {"awkward_tensors"}),
     ("SumsOfOthers", {"exact", "several_ranks"}),

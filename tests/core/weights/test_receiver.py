@@ -60,23 +60,23 @@ class Delivering:
         pass
 
 
-async def test_an_engine_is_told_the_checksums_that_were_taken_here_and_not_those_of_a_transport():
+async def test_what_a_transport_has_summed_is_not_summed_again():
     tensors = {"a": torch.arange(5.0), "b": torch.zeros(3, 2)}
     metas = tuple(ParamMeta(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items())
-    chunks = [WeightChunk([item], {item[0]: "claimed"}) for item in tensors.items()]
+    chunks = [WeightChunk([item], {"a": "of the transport"}) for item in tensors.items()]
     engine = Keeping()
     with ThreadPoolExecutor(1) as thread:
         receiver = WeightReceiver(engine, "here", thread)
         receiver.connect(TransferPlan("any", metas, ((0,), (1,)), 64, 1, "session"), Delivering(*chunks))
         sums = await receiver.receive(1, 30.0, "wait")
-    assert sums.sent == sums.parameters == engine.given == {name: checksum(tensor) for name, tensor in tensors.items()}
+    assert sums.sent == sums.parameters == engine.given == {"a": "of the transport", "b": checksum(tensors["b"])}
 
 
 async def test_a_parameter_that_came_in_parts_is_summed_as_they_left_and_as_a_whole():
     whole = torch.arange(12.0).view(4, 3)
     meta = ParamMeta("a", "float32", (4, 3))
     parts = {"a": [("a[0:4, 0:2]", whole[:, :2]), ("a[0:4, 2:3]", whole[:, 2:])]}
-    chunk = WeightChunk([("a", whole)], {"a": "claimed"}, parts=parts)
+    chunk = WeightChunk([("a", whole)], parts=parts)
     engine = Keeping()
     with ThreadPoolExecutor(1) as thread:
         receiver = WeightReceiver(engine, "here", thread)
@@ -84,6 +84,19 @@ async def test_a_parameter_that_came_in_parts_is_summed_as_they_left_and_as_a_wh
         sums = await receiver.receive(1, 30.0, "wait")
     assert sums.parameters == engine.given == {"a": checksum(whole)}
     assert sums.sent == {"a[0:4, 0:2]": checksum(whole[:, :2]), "a[0:4, 2:3]": checksum(whole[:, 2:])}
+
+
+async def test_parts_that_a_transport_has_summed_are_not_summed_again():
+    whole = torch.arange(12.0).view(4, 3)
+    parts = {"a": [("a[0:4, 0:2]", whole[:, :2]), ("a[0:4, 2:3]", whole[:, 2:])]}
+    known = {"a": "of the whole", "a[0:4, 0:2]": "of a part"}
+    with ThreadPoolExecutor(1) as thread:
+        receiver = WeightReceiver(Keeping(), "here", thread)
+        plan = TransferPlan("any", (ParamMeta("a", "float32", (4, 3)),), ((0,),), 64, 1, "session")
+        receiver.connect(plan, Delivering(WeightChunk([("a", whole)], known, parts=parts)))
+        sums = await receiver.receive(1, 30.0, "wait")
+    assert sums.parameters == {"a": "of the whole"}
+    assert sums.sent == {"a[0:4, 0:2]": "of a part", "a[0:4, 2:3]": checksum(whole[:, 2:])}
 
 
 async def test_an_abort_that_comes_late_leaves_a_newer_update_alone():

@@ -201,7 +201,8 @@ class WeightChunk:
 
     Attributes:
         tensors: pairs of name and tensor. A tensor may be a view of a transport's buffer.
-        checksums: `checksum` of each tensor as it arrived, if it was computed already; else empty.
+        checksums: `checksum` of each tensor and part as it arrived, if the transport has computed them from the bytes
+            that the tensors view; else empty.
         memory: the memory of the tensors, if other processes of this host can map it. An engine that holds the memory
             need not copy; any other engine must copy before it requests the next chunk. Chunks of an update that are
             stored in the same memory share one object.

@@ -143,10 +143,10 @@ class WeightReceiver:
                 return None
             tensors = dict(chunk.tensors)
             parts = dict(part for name in tensors for part in chunk.parts.get(name, ()))
-            arrived = _sum(tensors, plan)
+            arrived = _sum(tensors, chunk.checksums, plan)
             sums.update(arrived)
             sent.update({name: total for name, total in arrived.items() if name not in chunk.parts})
-            sent.update(_sum(parts, plan))
+            sent.update(_sum(parts, chunk.checksums, plan))
             return replace(chunk, checksums=arrived)
 
         while (chunk := await self._on_thread(take)) is not None:
@@ -256,7 +256,8 @@ class WeightReceiver:
             self.serving.set()
 
 
-def _sum(tensors: Mapping[str, torch.Tensor], plan: TransferPlan) -> dict[str, str]:
-    """Return the checksum of each tensor that arrived, of the kind that the plan says."""
-    sums = map(mixed_checksum, tensors.values()) if plan.sums_in_place else checksums(list(tensors.values()))
-    return dict(zip(tensors, sums, strict=True))
+def _sum(tensors: Mapping[str, torch.Tensor], known: Mapping[str, str], plan: TransferPlan) -> dict[str, str]:
+    """Return the checksum of each tensor that arrived, of the kind that the plan says, unless it is known."""
+    unknown = {name: tensor for name, tensor in tensors.items() if name not in known}
+    sums = map(mixed_checksum, unknown.values()) if plan.sums_in_place else checksums(list(unknown.values()))
+    return {name: known[name] for name in tensors if name in known} | dict(zip(unknown, sums, strict=True))

@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
+from enginehouse.engines.weights import (
+    DTYPE_BYTES,
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightSyncError,
+    WeightTransport,
+)
 from enginehouse.plugin import Transport, capabilities, resolve
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.parts import as_slices, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 
@@ -144,8 +152,24 @@ class HeldWeights:
 
 
 def receive(session: TransportSession, version: int, seconds: float) -> Buckets:
-    """Return copies of the received tensors."""
-    return [[(name, t.clone()) for name, t in chunk.tensors] for chunk in session.recv(version, seconds)]
+    """Return copies of the received tensors. Raises `WeightSyncError` if the transport gives wrong checksums."""
+    return receive_with_sums(session, version, seconds)[0]
+
+
+def receive_with_sums(session: TransportSession, version: int, seconds: float) -> tuple[Buckets, dict[str, str]]:
+    """Return copies of the received tensors, bucket by bucket, and the checksums of the parts that arrived. Raises
+    `WeightSyncError` if the transport gives other checksums."""
+    buckets: Buckets = []
+    sums: dict[str, str] = {}
+    for chunk in session.recv(version, seconds):
+        buckets.append([(name, tensor.clone()) for name, tensor in chunk.tensors])
+        for name, tensor in chunk.tensors:
+            parts = {part: checksum(view) for part, view in chunk.parts.get(name, [(name, tensor)])}
+            for part, total in (parts | {name: checksum(tensor)}).items():
+                if chunk.checksums.get(part, total) != total:
+                    raise WeightSyncError(f"the transport gave a wrong checksum for {part}", [name])
+            sums |= parts
+    return buckets, sums
 
 
 def announced(weights: Mapping[str, torch.Tensor]) -> list[ParamMeta]:

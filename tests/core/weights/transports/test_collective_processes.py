@@ -87,6 +87,7 @@ def test_a_sender_that_is_killed_in_an_update_fails_the_receiver_at_once():
     plan = plan_of(receivers=1)
     with started(send_half, plan) as (process, pipe):
         receiver = CollectiveTransport().connect(plan.reached([pipe.recv()]), "recv", 0)
+        pipe.send("connected")
         with pytest.raises(WeightUpdateAborted, match=r"rank 0 is gone|another rank left"):
             list(receiver.recv(1, FOREVER))
         process.join(SECONDS)

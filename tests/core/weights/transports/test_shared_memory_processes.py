@@ -66,6 +66,7 @@ def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_
     with started(send_half, plan) as (process, pipe):
         assert pipe.recv() == "", "shared memory has no address"
         receiver = SharedMemoryTransport().connect(plan, "recv", 0)
+        pipe.send("connected")
         with pytest.raises(WeightSyncError, match=r"bucket \d of \d did not arrive within 3 s"):
             list(receiver.recv(1, 3))
         process.join(SECONDS)

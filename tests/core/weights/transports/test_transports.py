@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from transport_weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import WeightSyncError, WeightTransport
+from enginehouse.weights.buckets import AHEAD
 from enginehouse.weights.checksums import checksum, copy_with_checksum
 from enginehouse.weights.transports import shared_memory
 from enginehouse.weights.transports.collective import CollectiveTransport
@@ -198,27 +200,28 @@ def test_closing_the_sender_fails_a_waiting_receiver(transport):
 
 
 def test_a_gathering_engine_holds_at_most_two_buckets(transport):
-    """Parameters that are made when asked for must not pile up ahead of a receiver that does not take them."""
+    """Besides the one that is taken. Parameters that are made when asked for must not pile up."""
     shapes = [((64,), "float32")] * 12
     weights = random_weights(shapes, 0)
-    made = threading.Semaphore(0)
-    count = 0
+    enough = threading.Semaphore(0)
+    made = []
 
     def gather():
-        nonlocal count
-        for item in weights.items():
-            count += 1
-            made.release()
-            yield item
+        for name, tensor in weights.items():
+            gathered = tensor.clone()
+            made.append(StorageWeakRef(gathered.untyped_storage()))
+            enough.release()
+            yield name, gathered
 
     with Connection(transport, weights, bucket_bytes=256) as connection:
         sending = connection.threads.submit(connection.sender.send, 1, gather(), SECONDS)
-        made.acquire()
-        made.acquire()
+        enough.acquire()
+        enough.acquire()
         chunks = connection.receiver.recv(1, SECONDS)
-        for taken, _ in enumerate(chunks):
-            assert count <= taken + 2
+        while next(chunks, None):
+            assert sum(not storage.expired() for storage in made) <= 3
         assert sending.result(5)
+        assert len(made) == 12
 
 
 def test_a_sender_whose_engine_fails_reports_that_and_fails_the_receiver(transport):
@@ -288,6 +291,38 @@ def test_each_parameter_that_leaves_and_each_bucket_that_is_taken_restarts_both_
         connection.transfer(1, weights)
     assert len(restarts) == 2
     assert min(restarts.values()) >= 2 * len(weights)
+
+
+def test_each_of_many_replicas_gets_a_bucket_while_later_ones_are_not_sent_yet():
+    """Else the buckets that arrive meanwhile would restart no replica's deadline."""
+    weights = random_weights([((64,), "float32")] * 12, 0)
+    taken = [threading.Semaphore(0) for _ in range(4)]
+
+    def gather():
+        for number, item in enumerate(weights.items()):
+            if number > AHEAD:  # the bucket this many before is written
+                assert all(replica.acquire(timeout=SECONDS) for replica in taken)
+            yield item
+
+    def take(session, replica):
+        for _ in session.recv(1, SECONDS):
+            replica.release()
+
+    with Connection(SharedMemoryTransport(), weights, bucket_bytes=256, receivers=4) as connection:
+        taking = [connection.threads.submit(take, *pair) for pair in zip(connection.receivers, taken, strict=True)]
+        connection.sender.send(1, gather(), SECONDS)
+        assert [each.result(SECONDS) for each in taking] == [None] * 4
+
+
+def test_a_replica_does_not_wait_for_one_that_takes_nothing():
+    weights = random_weights([((64,), "float32")] * 5, 0)
+    with Connection(SharedMemoryTransport(), weights, bucket_bytes=256, receivers=2) as connection:
+        sending = connection.start_send(1, weights)
+        for receiver in connection.receivers:
+            chunks = list(receiver.recv(1, SECONDS))
+            sums = {name: total for chunk in chunks for name, total in chunk.checksums.items()}
+            assert sums == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert sending[0].result(SECONDS) == sums
 
 
 def test_shared_memory_writes_parameters_of_a_bucket_at_the_same_time(monkeypatch):

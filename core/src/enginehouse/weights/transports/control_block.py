@@ -37,14 +37,16 @@ ABORTED = 1, 0
 """Updates up to this version fail. Both sides write line 1."""
 
 # Each receiver and then each sender writes one further line
-ATTACHED, DONE = 0, 1
-"""1 once the process is attached, and the number of the last bucket that it took or wrote."""
-HOLDS = range(2, _LINE)
+ATTACHED, DONE, SUMMING, SUMMED = 0, 1, 2, 3
+"""1 once the process is attached; the number of the last bucket that it took or wrote; and that of the last bucket that
+a receiver began to sum for all receivers, and whose checksums it wrote."""
+HOLDS = range(4, _LINE)
 """Serial numbers of the buffers that the receiver holds; 0 in unused words."""
 
 
 class ControlBlock:
-    """The shared numbers, by cache line and word.
+    """The shared numbers, by cache line and word, and behind them checksums: of each parameter, and of the part of it
+    that each training rank sent.
 
     Args:
         create: True for the first sender, which creates the memory.
@@ -55,7 +57,8 @@ class ControlBlock:
 
     def __init__(self, plan: TransferPlan, create: bool):
         name = SharedSegment.name_of(plan.session)
-        size = (2 + plan.receivers + plan.senders) * ALIGNMENT
+        self._sums = (2 + plan.receivers + plan.senders) * _LINE
+        size = (self._sums + len(plan.parameters) * (1 + plan.senders)) * _WORD
         self.segment = SharedSegment.create(name, size) if create else SharedSegment.attach(name)
         self._plan = plan
         self._words = memoryview(self.segment.memory).cast("q")
@@ -84,6 +87,18 @@ class ControlBlock:
     def number(self, version: int, bucket: int) -> int:
         """Return the number of an update's bucket, counted from 1, which is larger than those of older versions."""
         return version * len(self._plan.buckets) + bucket + 1
+
+    def write_sum(self, parameter: int, part: int, total: str) -> None:
+        """Write a `checksum`; see `read_sum`."""
+        value = int(total, 16)
+        self._words[self._place(parameter, part)] = value - 2**64 if value >= 2**63 else value
+
+    def read_sum(self, parameter: int, part: int) -> str:
+        """Return the `checksum` of a parameter, if `part` is 0, or of its parts, which are counted from 1."""
+        return f"{self._words[self._place(parameter, part)] % 2**64:016x}"
+
+    def _place(self, parameter: int, part: int) -> int:
+        return self._sums + parameter * (1 + self._plan.senders) + part
 
     def not_taken(self, number: int) -> list[int]:
         """Return the receivers that have not taken the bucket with this number."""

@@ -2,9 +2,9 @@
 
 Each version is written into a *buffer*: memory of training rank 0, as large as the model, which no receiver holds. Each
 rank writes parts that it has itself, so nothing is gathered. Receivers read the version bucket by bucket during the
-write, as tensors that view the buffer. An engine that holds the buffer (`HostMemory`) need not copy the weights, and
-the next version is written into another buffer. Usually there are two buffers: one is served while the other is
-written.
+write, as tensors that view the buffer, and share the work of summing it. An engine that holds the buffer (`HostMemory`)
+need not copy the weights, and the next version is written into another buffer. Usually there are two buffers: one is
+served while the other is written.
 
 Buffers have no names, so no buffer is left over if a process is killed. The `ControlBlock` is in a small shared memory
 with a name, which is removed once every process is attached. If training rank 0 is killed before that, Python's
@@ -18,12 +18,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
 from enginehouse.weights.buckets import AHEAD, check_announced
-from enginehouse.weights.checksums import THREADS, checksum, copy_with_checksum
+from enginehouse.weights.checksums import THREADS, checksum, checksums, copy_with_checksum
 from enginehouse.weights.parts import as_slices, part_name, parts_of, shape_of, share_parts
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
@@ -35,6 +35,8 @@ from enginehouse.weights.transports.control_block import (
     HOLDS,
     OPENED,
     PROCESS,
+    SUMMED,
+    SUMMING,
     ControlBlock,
 )
 from enginehouse.weights.transports.deadline import Deadline
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 ATTACH_SECONDS = 30.0
 """Time in which training rank 0 creates the control block, after the other ranks begin to connect."""
+
+PATIENCE_SECONDS = 0.05
+"""Time in which another replica begins to sum a bucket that has arrived. One that waits looks each millisecond."""
 
 
 class SharedMemoryTransport(BucketTransport):
@@ -67,7 +72,7 @@ class SharedMemoryTransport(BucketTransport):
 class SharedMemorySender(Sender, ABC):
     """The sending side, at a training rank.
 
-    Several threads copy and sum, because memory is faster than one core.
+    Several threads copy and sum, because memory is faster than one core. They write up to three buckets at once.
 
     Attributes:
         sends_parts: see `PartsSession`. A single rank sends parts too, because these do not change before all are sent.
@@ -95,11 +100,18 @@ class SharedMemorySender(Sender, ABC):
         control, count = self._control, len(self._plan.buckets)
         sums: dict[str, str] = {}
         planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held.values()), source)
+        writing: deque[dict[str, Future[str]]] = deque()  # by bucket, the parts that threads write
+
+        def finish_oldest(bucket: int) -> None:
+            sums.update({name: write.result() for name, write in writing.popleft().items()})
+            control.check(version)
+            control.fence()
+            control[control.sender(self._rank), DONE] = control.number(version, bucket)
+            deadline.restart()
+
         with ThreadPoolExecutor(THREADS, "weights") as threads:
             for bucket in range(count):
-                if bucket >= AHEAD:
-                    self._wait_taken(version, bucket - AHEAD, deadline)
-                writes = {}
+                writing.append({})
                 for parameter, view in buffer.view_bucket(bucket):
                     if parameter.name not in self._held:
                         continue
@@ -107,14 +119,14 @@ class SharedMemorySender(Sender, ABC):
                     if parameter.name in self._writes:
                         region = self._held[parameter.name][1]
                         name = part_name(parameter, region)
-                        writes[name] = threads.submit(_write, tensor.detach(), view[as_slices(region)])
-                sums |= {name: write.result() for name, write in writes.items()}
-                control.check(version)
-                control.fence()
-                control[control.sender(self._rank), DONE] = control.number(version, bucket)
+                        writing[-1][name] = threads.submit(_write, tensor.detach(), view[as_slices(region)])
+                if len(writing) > AHEAD:
+                    finish_oldest(bucket - AHEAD)
+            while writing:
+                finish_oldest(count - len(writing))
         for _ in planned:  # raises if there are surplus weights
             pass
-        for bucket in range(max(0, count - AHEAD), count):
+        for bucket in range(count):
             self._wait_taken(version, bucket, deadline)
         return sums
 
@@ -183,6 +195,7 @@ class FirstSender(SharedMemorySender):
         control.check(version)
         control[BEGUN] = version  # from now on nobody can begin to hold an older version
         control.fence()
+        self._unlink_once_attached()
         buffer = self._find_unheld()
         self._announce(buffer)
         control.fence()
@@ -191,6 +204,9 @@ class FirstSender(SharedMemorySender):
 
     def _wait_taken(self, version: int, bucket: int, deadline: Deadline) -> None:
         super()._wait_taken(version, bucket, deadline)
+        self._unlink_once_attached()
+
+    def _unlink_once_attached(self) -> None:
         if self._control.all_attached:
             self._control.segment.unlink()  # so that the name cannot be left over
 
@@ -249,57 +265,106 @@ class SharedMemoryReceiver(Receiver):
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
+        self._index = index
         where = f"rollout replica {index}"
         self._control = attach(plan, where)
         self._line = self._control.receiver(index)
         self._buffers = MappedBuffers(plan, self._control, where)
         self._words = deque(HOLDS)  # unused words of the line
-        shares = share_parts(plan.parameters, plan.senders)
-        self._parts = {
-            parameter.name: tuple(share)
-            for parameter, share in zip(plan.parameters, shares, strict=True)
-            if len(share) > 1
-        }
+        self._pieces = _find_pieces(plan)
         self._buffers.map_latest(())  # an error should come here, not at the first update
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         """Yield chunks that share one `memory`. If the engine already holds the memory of too many updates, the chunks
-        have no `memory`, so that the engine must copy them."""
+        have no `memory`, so that the engine must copy them. All replicas read the same bytes, so they share the
+        checksums: each of N replicas sums every Nth bucket."""
         control = self._control
         control.wait_opened(version, deadline)
         buffer = self._buffers.open(version, self._held_serials())
         memory = HeldBuffer(buffer, version, control, self._line, self._words) if self._words else None
+        own = self._index  # the next bucket that this replica sums
         for bucket in range(len(self._plan.buckets)):
-            number = control.number(version, bucket)
-            control.wait(
-                lambda number=number: not control.not_written(number),  # type: ignore[misc]
-                version,
-                deadline,
-                lambda bucket=bucket, number=number: self._missing(bucket, number),  # type: ignore[misc]
-            )
-            control.check_newest(version)
+            sums, own = self._find_sums(buffer, bucket, own, version, deadline)
             tensors = [(parameter.name, view) for parameter, view in buffer.view_bucket(bucket)]
-            yield WeightChunk(tensors, memory=memory, parts=self._find_parts(buffer, bucket))
+            yield WeightChunk(tensors, sums, memory, self._find_parts(buffer, bucket))
             control.check(version)
             control.fence()
             control.check_newest(version)
-            control[self._line, DONE] = number
+            control[self._line, DONE] = control.number(version, bucket)
+
+    def _find_sums(
+        self, buffer: SharedBuffer, bucket: int, own: int, version: int, deadline: Deadline
+    ) -> tuple[dict[str, str], int]:
+        """Wait until another replica has written the checksums of a bucket, or sum the bucket if the other has not
+        begun soon after the bucket arrived. Meanwhile, sum the bucket `own` for all replicas once it has arrived.
+
+        Returns:
+            The checksums by name, and the next bucket that this replica sums for all.
+        """
+        control, replicas = self._control, self._plan.receivers
+        last = min(bucket + replicas, len(self._plan.buckets)) - 1  # further ones would keep this bucket waiting
+        line, number = control.receiver(bucket % replicas), control.number(version, bucket)
+        patience: float | None = None
+
+        def is_decided() -> bool:
+            nonlocal own, patience
+            if own <= last and not control.not_written(control.number(version, own)):
+                self._sum_for_all(buffer, own, version)
+                own += replicas
+            if control[line, SUMMED] >= number:
+                return True
+            if control[line, SUMMING] >= number or control.not_written(number):
+                return False
+            patience = patience or time.monotonic() + PATIENCE_SECONDS
+            return time.monotonic() >= patience
+
+        control.wait(is_decided, version, deadline, lambda: self._missing(bucket, number))
+        pieces = self._pieces[bucket]
+        if control[line, SUMMED] >= number:
+            sums = {name: control.read_sum(*place) for place, name, _ in pieces}
+        else:
+            totals = checksums(self._view_pieces(buffer, bucket))
+            sums = {name: total for (_, name, _), total in zip(pieces, totals, strict=True)}
+        control.fence()
+        control.check_newest(version)
+        return sums, own
+
+    def _sum_for_all(self, buffer: SharedBuffer, bucket: int, version: int) -> None:
+        """Write the checksums of a bucket that has arrived."""
+        control, number = self._control, self._control.number(version, bucket)
+        control[self._line, SUMMING] = number
+        control.fence()
+        totals = checksums(self._view_pieces(buffer, bucket))
+        for (place, _, _), total in zip(self._pieces[bucket], totals, strict=True):
+            control.write_sum(*place, total)
+        control.fence()
+        control.check_newest(version)
+        control[self._line, SUMMED] = number
+
+    def _view_pieces(self, buffer: SharedBuffer, bucket: int) -> list[torch.Tensor]:
+        views = dict(zip(self._plan.buckets[bucket], buffer.view_bucket(bucket), strict=True))
+        return [views[index][1][slices] for (index, _), _, slices in self._pieces[bucket]]
 
     def _find_parts(self, buffer: SharedBuffer, bucket: int) -> dict[str, list[tuple[str, torch.Tensor]]]:
         """Return the parts of those parameters of a bucket that came in several parts."""
-        return {
-            parameter.name: [
-                (part_name(parameter, part), view[as_slices(part)]) for part in self._parts[parameter.name]
-            ]
-            for parameter, view in buffer.view_bucket(bucket)
-            if parameter.name in self._parts
-        }
+        parts: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        views = dict(zip(self._plan.buckets[bucket], buffer.view_bucket(bucket), strict=True))
+        for (index, number), name, slices in self._pieces[bucket]:
+            if number:
+                parameter, view = views[index]
+                parts.setdefault(parameter.name, []).append((name, view[slices]))
+        return parts
 
     def _missing(self, bucket: int, number: int) -> str:
-        ranks = self._control.not_written(number) if self._plan.senders > 1 else []
-        senders = f" from training rank {', '.join(map(str, ranks))}" if ranks else ""
-        return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive{senders}"
+        ranks = self._control.not_written(number)
+        if not ranks:
+            return f"rollout replica {bucket % self._plan.receivers} did not sum {self._name(bucket)}"
+        senders = f" from training rank {', '.join(map(str, ranks))}" if self._plan.senders > 1 else ""
+        return f"{self._name(bucket)} did not arrive{senders}"
+
+    def _name(self, bucket: int) -> str:
+        return f"bucket {bucket + 1} of {len(self._plan.buckets)}"
 
     def _held_serials(self) -> set[int]:
         """Return the serial numbers of the buffers that this replica holds."""
@@ -312,3 +377,21 @@ class SharedMemoryReceiver(Receiver):
         """Close this side. Held buffers stay."""
         self._control.closed = True
         self._buffers.clear()
+
+
+Piece = tuple[tuple[int, int], str, tuple[slice, ...]]
+"""A parameter or part that has a checksum: its place in the control block, name, and index into the parameter."""
+
+
+def _find_pieces(plan: TransferPlan) -> list[list[Piece]]:
+    """Return for each bucket its parameters, and the parts of those that come in several parts."""
+    shares = share_parts(plan.parameters, plan.senders)
+    pieces: list[list[Piece]] = []
+    for bucket in plan.buckets:
+        pieces.append([])
+        for index in bucket:
+            parameter, parts = plan.parameters[index], list(shares[index])
+            regions = [(parameter.name, ()), *((part_name(parameter, part), as_slices(part)) for part in parts)]
+            of_it = regions if len(parts) > 1 else regions[:1]
+            pieces[-1] += [((index, number), name, slices) for number, (name, slices) in enumerate(of_it)]
+    return pieces
