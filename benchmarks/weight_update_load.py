@@ -48,7 +48,8 @@ def measure(
     Returns:
         `metrics` and `sides`. Metrics, medians over rounds, of the side that pauses for the switch:
         `stopped_vs_commit`, the time in which replicas answered nothing divided by the longest switch of a replica;
-        `tokens_while_staging`, tokens per second while the update was staged divided by those before the update;
+        `tokens_while_staging`, tokens per second while updates were staged divided by those before the updates, of all
+        rounds together, because few tokens are drawn while one is staged;
         `stopped_vs_whole`, that time divided by the same time of the other side.
     """
     model = WORK / f"model-{parameters}"
@@ -59,7 +60,7 @@ def measure(
     ours, whole = sides[SWITCH], sides[WHOLE]
     metrics = {
         "stopped_vs_commit": statistics.median(s / c for s, c in zip(ours["stopped"], ours["commit"], strict=True)),
-        "tokens_while_staging": statistics.median(ours["share"]),
+        "tokens_while_staging": _rate_of(ours, "staging") / _rate_of(ours, "before"),
         "stopped_vs_whole": statistics.median(ours["stopped"]) / statistics.median(whole["stopped"]),
     }
     medians = {name: {key: statistics.median(series) for key, series in side.items()} for name, side in sides.items()}
@@ -76,7 +77,8 @@ def _measure_side(
 ) -> dict[str, list[float]]:
     train, rollout, runtime, transport = engines
     requests, tokens, seconds = load
-    found: dict[str, list[float]] = {"stopped": [], "commit": [], "update": [], "share": []}
+    counted = [f"{name}_{unit}" for name in ("before", "staging") for unit in ("tokens", "seconds")]
+    found: dict[str, list[float]] = {name: [] for name in ("stopped", "commit", "update", *counted)}
     with placed(model, train, rollout, runtime, 1, replicas, 0, "cpu", transport) as (actor, served, sync):
         if name == WHOLE:
             served.forget_staging()
@@ -92,19 +94,22 @@ def _measure_side(
             ended = [end for ends in served.ended() for end in ends]
             if version == 2:
                 continue
-            before, during = _rate(ended, begun, sent), _rate(ended, sent, staged)
+            spans = {"before": (begun, sent), "staging": (sent, staged)}
+            for when, (start, end) in spans.items():
+                found[f"{when}_tokens"].append(sum(tokens for at, tokens in ended if start <= at < end))
+                found[f"{when}_seconds"].append(end - start)
             found["stopped"].append(report.stopped)
             found["commit"].append(max(served.commit_seconds()))
             found["update"].append(report.seconds)
-            found["share"].append(during / before)
             logger.info(
-                "%s: stopped %.3f of %.3f s, switch %.3f s, tokens/s %.1f before, %.1f during",
-                name, report.stopped, report.seconds, found["commit"][-1], before, during,
+                "%s: stopped %.3f of %.3f s, switch %.3f s, tokens/s %.1f before, %.1f while staging so far",
+                name, report.stopped, report.seconds, found["commit"][-1],
+                _rate_of(found, "before"), _rate_of(found, "staging"),
             )  # fmt: skip
         served.end_load()
     return found
 
 
-def _rate(ended: list[tuple[float, int]], start: float, end: float) -> float:
-    """Return the tokens per second of responses that ended between two times."""
-    return sum(tokens for at, tokens in ended if start <= at < end) / (end - start)
+def _rate_of(found: dict[str, list[float]], when: str) -> float:
+    """Return the tokens per second of responses that ended `"before"` or while `"staging"`, of all rounds together."""
+    return sum(found[f"{when}_tokens"]) / sum(found[f"{when}_seconds"])

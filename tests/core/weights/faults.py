@@ -363,6 +363,27 @@ class UnresumedRolloutWorker(RolloutWorker):
         await super().resume_weights(version)
 
 
+class ComputingTrainWorker(TrainWorker):
+    """Says when it has computed something."""
+
+    computed = threading.Event()
+
+    @register(dispatch="dp", collect="concat")
+    def forward(self, batch, outputs):
+        self.computed.set()
+        return super().forward(batch, outputs)
+
+
+class WaitingRolloutWorker(RolloutWorker):
+    """Does not switch before a `ComputingTrainWorker` in its process has computed something."""
+
+    async def commit_weights(self, version):
+        if not await asyncio.to_thread(ComputingTrainWorker.computed.wait, 20):
+            raise RuntimeError("the trainer has computed nothing")
+        ComputingTrainWorker.computed.clear()
+        return await super().commit_weights(version)
+
+
 class StaleRolloutWorker(RolloutWorker):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -7,6 +7,7 @@ import pytest
 from enginehouse.controller import StillRunning
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.roles.workers import RolloutWorker
 from enginehouse.weights.effect import QUANTIZED_TOLERANCE, TOLERANCES
 
 from . import faults
@@ -206,6 +207,16 @@ def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, ca
             sync.publish(3) if later == "sync" else sync.connect()
         assert sync.publish(4).version == 4
         assert house.answers()
+
+
+@pytest.mark.parametrize("base", [RolloutWorker, faults.UnreadableRolloutWorker])
+def test_the_trainer_computes_for_the_effect_check_while_replicas_switch(base):
+    rollout = type("Waiting", (faults.WaitingRolloutWorker, base), {})
+    with open_house("inproc", train=faults.ComputingTrainWorker, rollout=rollout) as house:
+        sync = house.connect()
+        for version in (1, 2, 3) if base is faults.UnreadableRolloutWorker else (1, 2):
+            assert sync.publish(version).effect is not None
+            house.train()
 
 
 def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_the_effect_check():

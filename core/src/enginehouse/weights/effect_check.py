@@ -36,6 +36,9 @@ class EffectCheck:
         tolerance: largest accepted mean absolute difference between the logprobs of a replica and of the trainer, in
             nats.
         probe: token sequences. Sequences of less than two tokens are left out.
+
+    Attributes:
+        blind: True if at the last update a replica could not read all its weights back.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
@@ -56,7 +59,7 @@ class EffectCheck:
 
     def begin_connection(self) -> None:
         """Start a new connection, whose first update is checked."""
-        self._updates, self._change_seen = 0, False
+        self._updates, self._change_seen, self.blind = 0, False, False
 
     def note_update(self, changed: bool, checked: bool) -> None:
         """Count a successful update.
@@ -68,16 +71,15 @@ class EffectCheck:
         self._updates += 1
         self._change_seen = self._change_seen or (changed and checked)
 
-    def is_due(self, changed: bool, blind: bool) -> bool:
+    def is_due(self, changed: bool) -> bool:
         """Return True if an update's effect must be checked.
 
         Args:
             changed: True if the update's weights differ from the served weights.
-            blind: True if a replica cannot read all its weights back.
         """
         if not (self.every and self.probe):
             return False
-        return self._updates % self.every == 0 or (changed and (blind or not self._change_seen))
+        return self._updates % self.every == 0 or (changed and (self.blind or not self._change_seen))
 
     def compare(
         self,

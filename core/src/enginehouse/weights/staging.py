@@ -7,6 +7,7 @@ staged and of the served version, and releases it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ from enginehouse.weights.form import ModelForm
 from enginehouse.weights.host_memory import AnonymousMemory, lay_out
 from enginehouse.weights.read_back import merge_read
 from enginehouse.weights.staged_update import StagedUpdate
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[int, "Version | None"], Awaitable[None]]
+"""Makes an engine serve a version, of which it gets the number and the `Version`, or None for version 0. Drops what was
+computed from older weights, unless it is kept."""
 
 
 class WeightsLost(WeightSyncError):
@@ -134,47 +141,43 @@ class StagedWeights(StagedUpdate[Version]):
         if self._lost is not None:
             raise WeightsLost(self._lost)
 
-    def lose(self, why: str, error: WeightSyncError) -> WeightsLost:
-        """Record that there is no complete model any more, so that `check` raises, and return the error."""
-        self._lost = f"{why} This replica has no complete model and serves nothing; start it again."
-        return WeightsLost(self._lost, error.parameters)
-
     def state_of(self, number: int) -> WeightState:
         """Return the state of an engine that says it serves `number`."""
         served = self.served
         return WeightState(number) if served is None or served.number != number else served.state()
 
-    def source(self) -> dict[str, Any]:
-        """Return as plain data where the engine's processes find the served version."""
-        if self.served is not None:
-            return self.served.source()
+    def find(self, version: Version | None) -> dict[str, Any]:
+        """Return as plain data where the engine's processes find a version; None is version 0."""
+        if version is not None:
+            return version.source()
         return {"directory": self._spec.path} if self.adapter is None else {"parameters": []}
 
     def _begun(self, update: WeightUpdate) -> Version:
         spare, self._spare = self._spare, None
         return Version(update.version, update.parameters, spare)
 
-    async def serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
-        """Let the engine load the staged version, and serve it as `version`. Cancelling the caller does not stop this.
+    async def serve(self, version: int, load: Load, begin: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Let the engine load the staged version, and serve it as `version`. If that fails, let the engine load the
+        served version again. Cancelling the caller does not stop this.
 
         Args:
             version: the version that was started.
-            switch: makes the engine serve a version, and drops what was computed from older weights unless it is kept.
-                If it fails, it makes the engine serve `served` again and raises `WeightSyncError`, or it calls `lose`.
+            load: makes the engine serve a version, or raises `WeightSyncError`.
+            begin: called before each load. If it raises `WeightSyncError`, the engine still serves what it served.
 
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the engine could not
                 load the version. The old version is served.
-            WeightsLost: the engine could not restore the old version either, and must not serve.
+            WeightsLost: the engine could not load the old version again either, and must not serve.
         """
-        await asyncio.shield(asyncio.ensure_future(self._serve(version, switch)))
+        await asyncio.shield(asyncio.ensure_future(self._serve(version, load, begin)))
 
-    async def _serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
+    async def _serve(self, version: int, load: Load, begin: Callable[[], Awaitable[None]] | None) -> None:
         async with self.switching:
             self.check()
             self._loading = staged = self._complete(version)
             try:
-                await switch(staged)
+                await self._load_or_return(staged, load, begin or _do_nothing)
             except WeightsLost:
                 raise
             except WeightSyncError as error:
@@ -192,6 +195,24 @@ class StagedWeights(StagedUpdate[Version]):
                 self._loading = None
                 if staged not in (self._staged, self.served):  # discarded in the meantime
                     staged.release()
+
+    async def _load_or_return(self, staged: Version, load: Load, begin: Callable[[], Awaitable[None]]) -> None:
+        """Load a version. If that fails, load the served version again, and raise the error."""
+        await begin()
+        try:
+            await load(staged.number, staged)
+        except WeightSyncError as error:
+            log.error("%s; loading version %d again", error, self.version)
+            try:
+                await begin()
+                await load(self.version, self.served)
+            except WeightSyncError as worse:
+                self._lost = (
+                    f"{error}. Version {self.version} could not be loaded again either: {worse}. "
+                    "This replica has no complete model and serves nothing; start it again."
+                )
+                raise WeightsLost(self._lost, error.parameters) from worse
+            raise
 
     def discard(self) -> None:
         """Drop the staged version, unless it is being committed."""
@@ -215,3 +236,7 @@ class StagedWeights(StagedUpdate[Version]):
         if self._form is None:
             self._form = ModelForm.of(self._spec)
         return self._form
+
+
+async def _do_nothing() -> None:
+    pass

@@ -261,9 +261,12 @@ class WeightSync:
                 begun = None
                 sent = self._connection.await_transfer()
                 staged, stopped_at = True, time.monotonic() if self._connection.generating else started
-                blind = self._connection.commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
-                effect, taken = self._finish(version, sent, self._effect.is_due(changed, blind))
+                computing = self._compute_probe() if self._effect.is_due(changed) else None
+                self._effect.blind = self._connection.commit(version, sent)
+                if computing is None and self._effect.is_due(changed):
+                    computing = self._compute_probe()
+                effect, taken = self._finish(version, sent, computing)
                 self._resume(version, self._replicas)
                 stopped = time.monotonic() - stopped_at
                 break
@@ -328,8 +331,9 @@ class WeightSync:
                 changed = f"the trainer, whose weights are not those of version {version} any more,"
                 if are_of_one_kind(sums, sent):  # not between a transport with `sums_in_place` and another
                     compare_checksums(sums, sent, changed)
+                computing = self._compute_probe() if check and self._effect.probe else None
                 connection.commit(version, sent)
-                self._finish(version, sent, check and bool(self._effect.probe))
+                self._finish(version, sent, computing)
                 self._resume(version, replicas)
                 self._await_resumption()
             except BaseException as error:
@@ -380,17 +384,21 @@ class WeightSync:
                 raise failure from error
             log.info("%s", failure)  # a death is reported elsewhere, and who returns gets the weights anew
 
-    def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
-        """Call `hand_over` after the trainer's last computation. If `checked`, check the effect of the served update,
-        and return the result of `EffectCheck.compare`; else return None twice."""
+    def _compute_probe(self) -> Future | Gathered:
+        """Begin to compute the trainer's logprobs of the probe. It need not wait for the replicas' switch, so it does
+        not lengthen the time in which they stop."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
+        tokens = Batch({"input_ids": Ragged.from_list(self._effect.probe)})
+        return self._connection.call_later(self._connection.train, "forward", tokens, Outputs())
+
+    def _finish(
+        self, version: int, sums: Mapping[str, str], computing: Future | Gathered | None
+    ) -> tuple[float | None, float | None]:
+        """Call `hand_over` after the trainer's last computation. Then check the effect of the served update with the
+        result of `_compute_probe`, and return the result of `EffectCheck.compare`; without one, return None twice."""
         connection, probe = self._connection, self._effect.probe
-        computing: Any = None
-        if checked:
-            tokens = Batch({"input_ids": Ragged.from_list(probe)})
-            computing = connection.call_later(connection.train, "forward", tokens, Outputs())
         if self.hand_over is not None:
             if computing is not None:
                 computing.result()
@@ -398,7 +406,8 @@ class WeightSync:
         if computing is None:
             return None, None
         scored = await_both(connection.call_remaining("score", probe), computing)
-        column = computing.result()["logprobs"]
+        computed: Any = computing.result()
+        column = computed["logprobs"]
         expected = [column[row].tolist() for row in range(len(probe))]
         rounding = rounding_of(connection.plan.parameters if connection.plan is not None else ())
         return self._effect.compare(version, connection.connected, sums, expected, scored, rounding)

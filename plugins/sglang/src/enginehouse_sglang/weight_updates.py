@@ -8,9 +8,9 @@ fails.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.loader import LOADER, build_order
 from enginehouse_sglang.server import SGLangServer
-
-log = logging.getLogger(__name__)
 
 SENT_BYTES = 64 << 20
 """Bytes of weights in one request to a server that ran already."""
@@ -69,38 +67,18 @@ class SGLangWeights(StagedWeights):
 
     async def commit(self, server: SGLangServer, ranks: int, version: int) -> None:
         """Have SGLang load what was staged and serve it as `version`; see `serve`."""
-        await self.serve(version, lambda staged: self._switch(server, ranks, staged))
+        await self.serve(version, partial(self._load, server, ranks))
 
     async def give_first(self, server: SGLangServer, ranks: int) -> None:
         """Send the weights of the model's directory as version 0; raises `WeightSyncError` if SGLang rejects them."""
         with suppress(HTTPStatusError):  # mostly there is no open update: only a run that died during one leaves it
             await server.end_update()
-        await self._load(server, ranks, {"directory": self._spec.path}, 0, None)
+        await self._load(server, ranks, 0, None)
 
-    async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:
-        """Load a version. If that fails, load the served version again."""
-        try:
-            await self._load(server, ranks, staged.source(), staged.number, staged)
-        except WeightSyncError as error:
-            log.error("%s; loading version %d again", error, self.version)
-            try:
-                await self._load(server, ranks, self.source(), self.version, self.served)
-            except WeightSyncError as worse:
-                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
-                raise self.lose(lost, error) from worse
-            raise
-
-    async def _load(
-        self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int, staged: Version | None
-    ) -> None:
-        """Load a version from `source`, and drop keys and values of older weights, unless they are kept.
-
-        Args:
-            staged: the version, to be told what was read back of it; None if the model's directory is loaded.
-
-        Raises:
-            WeightSyncError: The version was not loaded, or only in part.
-        """
+    async def _load(self, server: SGLangServer, ranks: int, version: int, staged: Version | None) -> None:
+        """Load a version, and note what was read back of it; without one, load version 0. Drop keys and values of older
+        weights, unless they are kept. Raises `WeightSyncError` if the version was not loaded, or only in part."""
+        source = self.find(staged)
         read: list[Any] = []
         try:
             await server.begin_update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.model import ModelSpec
@@ -13,8 +13,6 @@ from enginehouse_vllm.served_adapter import adapter_settings
 
 if TYPE_CHECKING:
     from vllm import AsyncLLMEngine
-
-log = logging.getLogger(__name__)
 
 
 class VLLMWeights(StagedWeights):
@@ -34,38 +32,10 @@ class VLLMWeights(StagedWeights):
 
     async def commit(self, llm: AsyncLLMEngine, version: int) -> None:
         """Have vLLM load what was staged, and serve it as `version`; see `serve`."""
-        await self.serve(version, lambda staged: self._switch(llm, staged))
-
-    async def _switch(self, llm: AsyncLLMEngine, staged: Version) -> None:
-        """Load a version. If that fails, load the served version again."""
-        if self.adapter is not None:
-            await self._switch_adapter(llm, staged)
-            return
-        await self._start(llm)
-        try:
-            await self._load(llm, staged.number, staged.source(), staged)
-        except WeightSyncError as error:
-            log.error("%s; loading version %d again", error, self.version)
-            try:
-                await self._start(llm)
-                await self._load(llm, self.version, self.source(), self.served)
-            except WeightSyncError as worse:
-                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
-                raise self.lose(lost, error) from worse
-            raise
-
-    async def _switch_adapter(self, llm: AsyncLLMEngine, staged: Version) -> None:
-        """Load an adapter. If that fails, load the served adapter again."""
-        try:
-            await self._load_adapter(llm, staged.number, staged)
-        except WeightSyncError as error:
-            log.error("%s; loading version %d again", error, self.version)
-            try:
-                await self._load_adapter(llm, self.version, self.served)
-            except WeightSyncError as worse:
-                lost = f"{error}. Version {self.version} could not be loaded again either: {worse}."
-                raise self.lose(lost, error) from worse
-            raise
+        if self.adapter is None:
+            await self.serve(version, partial(self._load, llm), partial(self._start, llm))
+        else:
+            await self.serve(version, partial(self._load_adapter, llm))
 
     async def _load_adapter(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
         """Load an adapter; without one, remove the adapter."""
@@ -101,18 +71,14 @@ class VLLMWeights(StagedWeights):
             self._reports = reports
         await self._ask(llm.start_weight_update(), "begin the update")
 
-    async def _load(self, llm: AsyncLLMEngine, version: int, source: dict[str, Any], staged: Version | None) -> None:
-        """Load a version from `source`.
-
-        Args:
-            staged: the version, to be told what was read back of it; None if the model's directory is loaded.
-        """
+    async def _load(self, llm: AsyncLLMEngine, version: int, staged: Version | None) -> None:
+        """Load a version, and note what was read back of it; without one, load the model's directory."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         doing = "load the new weights"
         try:
             self._board.clear()
-            await self._ask(llm.update_weights(WeightTransferUpdateRequest(source)), doing)
+            await self._ask(llm.update_weights(WeightTransferUpdateRequest(self.find(staged))), doing)
             self._board.check(self._where, doing)
         finally:
             self._board.clear()
