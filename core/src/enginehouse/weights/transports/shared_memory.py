@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
 from enginehouse.weights.buckets import AHEAD, check_announced
-from enginehouse.weights.checksums import THREADS, checksum, checksums, copy_with_checksum
+from enginehouse.weights.checksums import THREADS, checksum, checksums, copy_with_checksum, group_by_bytes
 from enginehouse.weights.parts import as_slices, part_name, parts_of, shape_of, share_parts
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
@@ -100,10 +100,21 @@ class SharedMemorySender(Sender, ABC):
         control, count = self._control, len(self._plan.buckets)
         sums: dict[str, str] = {}
         planned = check_announced(((parameter, shape_of(region)) for parameter, region in self._held.values()), source)
-        writing: deque[dict[str, Future[str]]] = deque()  # by bucket, the parts that threads write
+        writing: deque[list[Future[dict[str, str]]]] = deque()  # by bucket, the tasks of the threads
+
+        def find_parts(bucket: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+            """Yield name, tensor and place of each part of a bucket that this rank writes."""
+            for parameter, view in buffer.view_bucket(bucket):
+                if parameter.name not in self._held:
+                    continue
+                _, tensor = next(planned)
+                if parameter.name in self._writes:
+                    region = self._held[parameter.name][1]
+                    yield part_name(parameter, region), tensor.detach(), view[as_slices(region)]
 
         def finish_oldest(bucket: int) -> None:
-            sums.update({name: write.result() for name, write in writing.popleft().items()})
+            for task in writing.popleft():
+                sums.update(task.result())
             control.check(version)
             control.fence()
             control[control.sender(self._rank), DONE] = control.number(version, bucket)
@@ -111,15 +122,9 @@ class SharedMemorySender(Sender, ABC):
 
         with ThreadPoolExecutor(THREADS, "weights") as threads:
             for bucket in range(count):
-                writing.append({})
-                for parameter, view in buffer.view_bucket(bucket):
-                    if parameter.name not in self._held:
-                        continue
-                    _, tensor = next(planned)
-                    if parameter.name in self._writes:
-                        region = self._held[parameter.name][1]
-                        name = part_name(parameter, region)
-                        writing[-1][name] = threads.submit(_write, tensor.detach(), view[as_slices(region)])
+                writing.append([])
+                for task in group_by_bytes(find_parts(bucket), lambda part: part[1].nbytes):
+                    writing[-1].append(threads.submit(_write_all, task))
                 if len(writing) > AHEAD:
                     finish_oldest(bucket - AHEAD)
             while writing:
@@ -145,6 +150,11 @@ class SharedMemorySender(Sender, ABC):
 
     def abort(self, version: int) -> None:
         self._control.abort(version)
+
+
+def _write_all(parts: list[tuple[str, torch.Tensor, torch.Tensor]]) -> dict[str, str]:
+    """Copy tensors to their places, and return their checksums by name."""
+    return {name: _write(tensor, target) for name, tensor, target in parts}
 
 
 def _write(tensor: torch.Tensor, target: torch.Tensor) -> str:
