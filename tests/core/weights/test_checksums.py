@@ -83,8 +83,9 @@ def test_a_checksum_is_of_the_kind_that_it_is_compared_with():
     assert not are_of_one_kind({"a": checksum(tensor)}, {"b": mixed_checksum(tensor)})
 
 
-@pytest.mark.parametrize("threaded_bytes", [0, 1 << 30])
-def test_threads_sum_each_tensor_in_order(threaded_bytes, monkeypatch):
+@pytest.mark.parametrize(("threaded_bytes", "task_bytes"), [(1 << 30, 1), (0, 1), (0, 4000), (0, 4028), (0, 1 << 30)])
+def test_threads_sum_each_tensor_in_order(threaded_bytes, task_bytes, monkeypatch):
     monkeypatch.setattr(checksums, "THREADED_BYTES", threaded_bytes)
+    monkeypatch.setattr(checksums, "TASK_BYTES", task_bytes)
     tensors = [torch.randn(size) for size in (0, 1, 1000, 7, 50_000, 3)]
     assert checksums.checksums(tensors) == [checksum(tensor) for tensor in tensors]
