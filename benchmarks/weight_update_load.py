@@ -38,7 +38,7 @@ def measure(
         rounds: number of measured updates of each side.
         replicas: rollout processes.
         requests: number of requests in progress on each replica.
-        tokens: tokens of a response. Responses are short, because tokens are counted when a response ends.
+        tokens: mean number of tokens of a response. Responses are short, because tokens are counted when they end.
         seconds: time without an update, before each update, in which tokens are counted.
         train: training backend.
         rollout: rollout backend.
@@ -46,11 +46,11 @@ def measure(
         transport: weight transport between the two.
 
     Returns:
-        `metrics` and `sides`. Metrics, medians over rounds, of the side that pauses for the switch:
-        `stopped_vs_commit`, the time in which replicas answered nothing divided by the longest switch of a replica;
-        `tokens_while_staging`, tokens per second while updates were staged divided by those before the updates, of all
-        rounds together, because few tokens are drawn while one is staged;
-        `stopped_vs_whole`, that time divided by the same time of the other side.
+        `metrics` and `sides`. Metrics of the side that pauses for the switch: `stopped_vs_commit`, the time in which
+        replicas answered nothing divided by the longest switch of a replica, median over rounds; `stopped_vs_whole`,
+        the median of that time divided by the median of the other side; `tokens_while_staging`, tokens per second while
+        updates were staged divided by those before the updates, of all rounds together, because few tokens are drawn
+        while one is staged.
     """
     model = WORK / f"model-{parameters}"
     write_model(model, parameters)
@@ -77,8 +77,8 @@ def _measure_side(
 ) -> dict[str, list[float]]:
     train, rollout, runtime, transport = engines
     requests, tokens, seconds = load
-    counted = [f"{name}_{unit}" for name in ("before", "staging") for unit in ("tokens", "seconds")]
-    found: dict[str, list[float]] = {name: [] for name in ("stopped", "commit", "update", *counted)}
+    counted = [f"{when}_{unit}" for when in ("before", "staging") for unit in ("tokens", "seconds")]
+    found: dict[str, list[float]] = {series: [] for series in ("stopped", "commit", "update", *counted)}
     with placed(model, train, rollout, runtime, 1, replicas, 0, "cpu", transport) as (actor, served, sync):
         if name == WHOLE:
             served.forget_staging()
@@ -96,7 +96,7 @@ def _measure_side(
                 continue
             spans = {"before": (begun, sent), "staging": (sent, staged)}
             for when, (start, end) in spans.items():
-                found[f"{when}_tokens"].append(sum(tokens for at, tokens in ended if start <= at < end))
+                found[f"{when}_tokens"].append(sum(drawn for at, drawn in ended if start <= at < end))
                 found[f"{when}_seconds"].append(end - start)
             found["stopped"].append(report.stopped)
             found["commit"].append(max(served.commit_seconds()))

@@ -113,17 +113,15 @@ class TimedRolloutWorker(RolloutWorker):
 
     @register
     async def begin_load(self, requests: int, tokens: int) -> None:
-        """Keep this many requests in progress until `end_load`, each with this many tokens. The first ones are shorter,
-        so that responses do not all end at once."""
+        """Keep this many requests in progress until `end_load`, with this many tokens each on average. Their lengths
+        differ, so that responses do not all end at once."""
         self._ended: list[tuple[float, int]] = []
-        self._load = [
-            asyncio.create_task(self._generate_again(number, tokens * (number + 1) // requests, tokens))
-            for number in range(requests)
-        ]
+        self._load = [asyncio.create_task(self._generate_again(number, tokens)) for number in range(requests)]
 
-    async def _generate_again(self, number: int, first_tokens: int, tokens: int) -> None:
+    async def _generate_again(self, number: int, tokens: int) -> None:
         for count in itertools.count():
-            sampling = SamplingParams(max_tokens=tokens if count else max(1, first_tokens), ignore_eos=True)
+            length = 1 + (3 * number + 5 * count) % (2 * tokens - 1)
+            sampling = SamplingParams(max_tokens=length, ignore_eos=True)
             prompt = [3 + (number * 97 + count * 31) % 200, *range(4, 20)]
             result = await self.requests.begin(GenerateRequest(f"load-{number}-{count}", prompt, sampling))
             self._ended.append((time.monotonic(), sum(len(one.token_ids) for one in result.completions)))

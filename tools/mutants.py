@@ -276,8 +276,8 @@ MUTANTS = (
         "a22",
         "the first update that changes weights is not checked for its effect",
         "core/src/enginehouse/weights/effect_check.py",
-        "(changed and (blind or not self._change_seen))",
-        "(changed and blind)",
+        "(changed and not (self.reads_all and self._change_seen))",
+        "(changed and not self.reads_all)",
         ("tests/core/weights/test_sync.py::test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again",),
     ),
     Mutant(

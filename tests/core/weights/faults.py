@@ -119,6 +119,14 @@ class UnreadableEngine(TorchRolloutEngine):
         return WeightState((await super().weight_state()).version)
 
 
+class LaterUnreadableEngine(TorchRolloutEngine):
+    """Cannot be read back from the version after `VERSION` on."""
+
+    async def weight_state(self):
+        state = await super().weight_state()
+        return state if state.version <= VERSION else WeightState(state.version)
+
+
 class PartlyReadEngine(UnreadableEngine):
     """Reads back its norms, and says so."""
 
@@ -221,6 +229,10 @@ class UnreadableRolloutWorker(RolloutWorker):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.engine = self.engine_type()
+
+
+class LaterUnreadableRolloutWorker(UnreadableRolloutWorker):
+    engine_type = LaterUnreadableEngine
 
 
 class PartlyReadRolloutWorker(UnreadableRolloutWorker):
@@ -363,24 +375,34 @@ class UnresumedRolloutWorker(RolloutWorker):
         await super().resume_weights(version)
 
 
-class ComputingTrainWorker(TrainWorker):
-    """Says when it has computed something."""
+class MeetingTrainWorker(TrainWorker):
+    """Computes only while a `MeetingRolloutWorker` in its process switches: each waits until the other has begun."""
 
+    meeting = threading.Barrier(2, timeout=20)
+    aborted = threading.Event()
     computed = threading.Event()
 
     @register(dispatch="dp", collect="concat")
-    def forward(self, batch, outputs):
+    async def forward(self, batch, outputs):
+        await asyncio.to_thread(self.meeting.wait)
+        if MeetingRolloutWorker.refuses:
+            await asyncio.to_thread(self.aborted.wait, 20)
+        computed = await asyncio.to_thread(super().forward, batch, outputs)
         self.computed.set()
-        return super().forward(batch, outputs)
+        return computed
+
+    async def abort_weights(self, version):
+        await super().abort_weights(version)
+        self.aborted.set()
 
 
-class WaitingRolloutWorker(RolloutWorker):
-    """Does not switch before a `ComputingTrainWorker` in its process has computed something."""
+class MeetingRolloutWorker(RolloutWorker):
+    refuses = False
 
     async def commit_weights(self, version):
-        if not await asyncio.to_thread(ComputingTrainWorker.computed.wait, 20):
-            raise RuntimeError("the trainer has computed nothing")
-        ComputingTrainWorker.computed.clear()
+        await asyncio.to_thread(MeetingTrainWorker.meeting.wait)
+        if self.refuses:
+            raise WeightSyncError("no switch today")
         return await super().commit_weights(version)
 
 

@@ -31,7 +31,7 @@ class Engine:
         self._step("begin")
 
     async def load(self, number, version):
-        assert self.weights.find(version).keys() == ({"directory"} if version is None else {"parameters"})
+        assert self.weights.source_of(version).keys() == ({"directory"} if version is None else {"parameters"})
         assert version is None or version.number == number
         self._step(number)
 

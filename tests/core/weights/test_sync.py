@@ -7,7 +7,6 @@ import pytest
 from enginehouse.controller import StillRunning
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.roles.workers import RolloutWorker
 from enginehouse.weights.effect import QUANTIZED_TOLERANCE, TOLERANCES
 
 from . import faults
@@ -209,14 +208,32 @@ def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, ca
         assert house.answers()
 
 
-@pytest.mark.parametrize("base", [RolloutWorker, faults.UnreadableRolloutWorker])
-def test_the_trainer_computes_for_the_effect_check_while_replicas_switch(base):
-    rollout = type("Waiting", (faults.WaitingRolloutWorker, base), {})
-    with open_house("inproc", train=faults.ComputingTrainWorker, rollout=rollout) as house:
-        sync = house.connect()
-        for version in (1, 2, 3) if base is faults.UnreadableRolloutWorker else (1, 2):
-            assert sync.publish(version).effect is not None
-            house.train()
+@pytest.fixture
+def meeting():
+    """A house whose trainer computes the probe only while the replica switches."""
+    trainer = faults.MeetingTrainWorker
+    trainer.meeting.reset()
+    trainer.aborted.clear()
+    trainer.computed.clear()
+    with open_house("inproc", train=trainer, rollout=faults.MeetingRolloutWorker) as house:
+        yield house
+
+
+def test_the_trainer_computes_for_the_effect_check_while_replicas_switch(meeting):
+    sync = meeting.connect()
+    for version in (1, 2):
+        assert sync.publish(version).effect is not None
+        meeting.train()
+
+
+def test_an_update_that_fails_ends_what_the_trainer_computes_for_it(meeting, monkeypatch):
+    monkeypatch.setattr(faults.MeetingRolloutWorker, "refuses", True)
+    sync = meeting.connect()
+    with pytest.raises(WeightSyncError, match="no switch today"):
+        sync.publish(1)
+    assert faults.MeetingTrainWorker.computed.is_set()
+    monkeypatch.undo()
+    assert sync.publish(2).effect is not None
 
 
 def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_the_effect_check():
@@ -275,6 +292,14 @@ def test_an_engine_that_cannot_read_all_back_is_asked_at_every_update_that_chang
             house.train()
             assert sync.publish(version).taken > 0.99
         assert sync.publish(4).effect is None
+
+
+def test_an_engine_that_cannot_be_read_back_any_more_is_asked_at_once():
+    with open_house("inproc", rollout=faults.LaterUnreadableRolloutWorker) as house:
+        sync = house.connect()
+        for version in (1, 2, 3):
+            house.train()
+            assert sync.publish(version).effect is not None
 
 
 @pytest.mark.parametrize(("worker", "warned"), [("Unreadable", False), ("PartlyDropping", True)])

@@ -19,7 +19,7 @@ CACHED_BYTES = 1 << 20
 THREADED_BYTES = 8 << 20
 """Smallest number of bytes that several threads sum. Fewer take less time than the threads' start."""
 TASK_BYTES = 4 << 20
-"""Smallest number of bytes that a thread copies or sums at once. With fewer, threads mostly wait for each other."""
+"""Least number of bytes of a thread's task, except for the last. With fewer, threads mostly wait for each other."""
 THREADS = min(4, os.cpu_count() or 1)
 
 T = TypeVar("T")

@@ -152,7 +152,7 @@ class WeightConnection:
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch replicas to the new version and verify it. Return True if a replica cannot read back all of its
+        """Switch replicas to the new version and verify it. Return True if every replica can read back all of its
         weights."""
         ends: list[Switched | None] = self.call_remaining("commit_weights", version).result()
         switched = {replica: end for replica, end in enumerate(ends) if end is not None}
@@ -160,7 +160,7 @@ class WeightConnection:
             verify_state(end.state, version, sent, self.connected.name_of(replica))
         tokens = [end.interrupted_tokens for end in switched.values() if end.interrupted_tokens is not None]
         self.interrupted_tokens = sum(tokens) if tokens else None
-        return not all(end.state.reads_all for end in switched.values())
+        return all(end.state.reads_all for end in switched.values())
 
     def abort(self, version: int) -> WorkerError | None:
         """Make both sides abort `version`. Failures of the abort are logged.

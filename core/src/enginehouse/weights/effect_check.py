@@ -38,7 +38,7 @@ class EffectCheck:
         probe: token sequences. Sequences of less than two tokens are left out.
 
     Attributes:
-        blind: True if at the last update a replica could not read all its weights back.
+        reads_all: False if a replica of this connection could not read all its weights back when it last switched.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
@@ -59,7 +59,7 @@ class EffectCheck:
 
     def begin_connection(self) -> None:
         """Start a new connection, whose first update is checked."""
-        self._updates, self._change_seen, self.blind = 0, False, False
+        self._updates, self._change_seen, self.reads_all = 0, False, True
 
     def note_update(self, changed: bool, checked: bool) -> None:
         """Count a successful update.
@@ -79,7 +79,7 @@ class EffectCheck:
         """
         if not (self.every and self.probe):
             return False
-        return self._updates % self.every == 0 or (changed and (self.blind or not self._change_seen))
+        return self._updates % self.every == 0 or (changed and not (self.reads_all and self._change_seen))
 
     def compare(
         self,

@@ -25,8 +25,8 @@ from enginehouse.weights.staged_update import StagedUpdate
 log = logging.getLogger(__name__)
 
 Load = Callable[[int, "Version | None"], Awaitable[None]]
-"""Makes an engine serve a version, of which it gets the number and the `Version`, or None for version 0. Drops what was
-computed from older weights, unless it is kept."""
+"""Makes an engine serve a version, and drops what was computed from older weights unless it is kept. It gets the
+version's number, and the `Version`, or None for version 0."""
 
 
 class WeightsLost(WeightSyncError):
@@ -146,7 +146,7 @@ class StagedWeights(StagedUpdate[Version]):
         served = self.served
         return WeightState(number) if served is None or served.number != number else served.state()
 
-    def find(self, version: Version | None) -> dict[str, Any]:
+    def source_of(self, version: Version | None) -> dict[str, Any]:
         """Return as plain data where the engine's processes find a version; None is version 0."""
         if version is not None:
             return version.source()
@@ -163,12 +163,13 @@ class StagedWeights(StagedUpdate[Version]):
         Args:
             version: the version that was started.
             load: makes the engine serve a version, or raises `WeightSyncError`.
-            begin: called before each load. If it raises `WeightSyncError`, the engine still serves what it served.
+            begin: called before each load. If it raises `WeightSyncError` before the first one, the engine still serves
+                the old version.
 
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the engine could not
                 load the version. The old version is served.
-            WeightsLost: the engine could not load the old version again either, and must not serve.
+            WeightsLost: the engine could not load the old version again either, or not begin to, and must not serve.
         """
         await asyncio.shield(asyncio.ensure_future(self._serve(version, load, begin)))
 
@@ -177,7 +178,7 @@ class StagedWeights(StagedUpdate[Version]):
             self.check()
             self._loading = staged = self._complete(version)
             try:
-                await self._load_or_return(staged, load, begin or _do_nothing)
+                await self._load_or_go_back(staged, load, begin or _do_nothing)
             except WeightsLost:
                 raise
             except WeightSyncError as error:
@@ -196,7 +197,7 @@ class StagedWeights(StagedUpdate[Version]):
                 if staged not in (self._staged, self.served):  # discarded in the meantime
                     staged.release()
 
-    async def _load_or_return(self, staged: Version, load: Load, begin: Callable[[], Awaitable[None]]) -> None:
+    async def _load_or_go_back(self, staged: Version, load: Load, begin: Callable[[], Awaitable[None]]) -> None:
         """Load a version. If that fails, load the served version again, and raise the error."""
         await begin()
         try:

@@ -260,10 +260,10 @@ class WeightSync:
                     self._connection.begin_transfer(version, pause)
                 begun = None
                 sent = self._connection.await_transfer()
-                staged, stopped_at = True, time.monotonic() if self._connection.generating else started
-                changed = self._served is not None and sent != self._served[1]
+                staged, changed = True, self._served is not None and sent != self._served[1]
                 computing = self._compute_probe() if self._effect.is_due(changed) else None
-                self._effect.blind = self._connection.commit(version, sent)
+                stopped_at = time.monotonic() if self._connection.generating else started
+                self._effect.reads_all = self._connection.commit(version, sent)
                 if computing is None and self._effect.is_due(changed):
                     computing = self._compute_probe()
                 effect, taken = self._finish(version, sent, computing)
@@ -390,8 +390,11 @@ class WeightSync:
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
+        connection = self._connection
         tokens = Batch({"input_ids": Ragged.from_list(self._effect.probe)})
-        return self._connection.call_later(self._connection.train, "forward", tokens, Outputs())
+        computing = connection.call_later(connection.train, "forward", tokens, Outputs())
+        connection.in_flight = (*connection.in_flight, computing)  # an abort waits for it
+        return computing
 
     def _finish(
         self, version: int, sums: Mapping[str, str], computing: Future | Gathered | None

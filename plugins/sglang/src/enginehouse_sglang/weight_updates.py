@@ -78,7 +78,7 @@ class SGLangWeights(StagedWeights):
     async def _load(self, server: SGLangServer, ranks: int, version: int, staged: Version | None) -> None:
         """Load a version, and note what was read back of it; without one, load version 0. Drop keys and values of older
         weights, unless they are kept. Raises `WeightSyncError` if the version was not loaded, or only in part."""
-        source = self.find(staged)
+        source = self.source_of(staged)
         read: list[Any] = []
         try:
             await server.begin_update()

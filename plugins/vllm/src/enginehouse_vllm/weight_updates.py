@@ -78,7 +78,7 @@ class VLLMWeights(StagedWeights):
         doing = "load the new weights"
         try:
             self._board.clear()
-            await self._ask(llm.update_weights(WeightTransferUpdateRequest(self.find(staged))), doing)
+            await self._ask(llm.update_weights(WeightTransferUpdateRequest(self.source_of(staged))), doing)
             self._board.check(self._where, doing)
         finally:
             self._board.clear()
