@@ -7,9 +7,8 @@ State on the devices in each turn:
 * the training roles' turn: their state is on the devices, and the rollout sleeps, without weights and caches.
 
 A step begins in the rollout's turn, and `train` begins the training roles' turn. The weight update ends that turn.
-During the update, both sides hold only their weights on the devices, and the actor computes a few tokens, to check the
-update's effect. `wake_weights` and `hand_over` are parts of the
-update.
+During the update, both sides hold only their weights on the devices, and the actor scores a few tokens, to check the
+update's effect. `wake_weights` and `hand_over` are parts of the update.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """

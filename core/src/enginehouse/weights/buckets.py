@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 AHEAD = 2
 """Number of buckets in transfer to a receiver: one is in use while the next arrives."""
@@ -37,18 +39,22 @@ def plan_transfer(
 def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes. A larger parameter gets its own
     bucket."""
-    buckets: list[tuple[int, ...]] = []
-    current: list[int] = []
+    indices = range(len(parameters))
+    return tuple(map(tuple, group_by_bytes(indices, lambda index: parameters[index].aligned_nbytes, bucket_bytes)))
+
+
+def group_by_bytes(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield items in their order, in groups of at most `limit` bytes. A larger item gets its own group."""
+    group: list[T] = []
     size = 0
-    for index, parameter in enumerate(parameters):
-        if current and size + parameter.aligned_nbytes > bucket_bytes:
-            buckets.append(tuple(current))
-            current, size = [], 0
-        current.append(index)
-        size += parameter.aligned_nbytes
-    if current:
-        buckets.append(tuple(current))
-    return tuple(buckets)
+    for item in items:
+        if group and size + nbytes(item) > limit:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:

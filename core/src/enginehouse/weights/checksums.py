@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import WeightState, WeightSyncError
 from enginehouse.errors import listed
+from enginehouse.weights.buckets import group_by_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +20,9 @@ CACHED_BYTES = 1 << 20
 THREADED_BYTES = 8 << 20
 """Smallest number of bytes that several threads sum. Fewer take less time than the threads' start."""
 TASK_BYTES = 4 << 20
-"""Least number of bytes of a thread's task, except for the last. With fewer, threads mostly wait for each other."""
+"""Maximum number of bytes that a thread copies or sums in one task, unless a tensor has more. If each small tensor had
+its own task, threads would mostly wait for each other."""
 THREADS = min(4, os.cpu_count() or 1)
-
-T = TypeVar("T")
 
 MIXED = "mixed-"
 """Beginning of a `mixed_checksum`."""
@@ -45,23 +45,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the `checksum` of each tensor. Several threads compute them, because memory is faster than one core."""
     if sum(tensor.nbytes for tensor in tensors) < THREADED_BYTES:
         return [checksum(tensor) for tensor in tensors]
-    tasks = group_by_bytes(tensors, lambda tensor: tensor.nbytes)
+    tasks = group_by_bytes(tensors, lambda tensor: tensor.nbytes, TASK_BYTES)
     with ThreadPoolExecutor(THREADS, "checksums") as threads:
         return [total for totals in threads.map(lambda task: [*map(checksum, task)], tasks) for total in totals]
-
-
-def group_by_bytes(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield items in their order, in groups of at least `TASK_BYTES`, except for the last one."""
-    group: list[T] = []
-    size = 0
-    for item in items:
-        group.append(item)
-        size += nbytes(item)
-        if size >= TASK_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def mixed_checksum(tensor: torch.Tensor) -> str:

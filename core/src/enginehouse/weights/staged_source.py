@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
-from enginehouse.weights.checksums import THREADS, checksum, group_by_bytes
+from enginehouse.weights.buckets import group_by_bytes
+from enginehouse.weights.checksums import TASK_BYTES, THREADS, checksum
 from enginehouse.weights.host_memory import PrivateMemory, map_privately
 
 
@@ -56,7 +57,7 @@ class StagedSource:
         of several ranks that read the same memory. Raises `WeightSyncError` at the end of the block if parameters
         differ; the message names them. The block may write to the tensors, which are private to this process."""
         share = [] if self.directory else list(islice(zip(self, self.sums, strict=True), rank, None, ranks))
-        tasks = group_by_bytes(share, lambda parameter: parameter[0][1].nbytes)
+        tasks = group_by_bytes(share, lambda parameter: parameter[0][1].nbytes, TASK_BYTES)
         with ThreadPoolExecutor(THREADS, "check") as threads:
             checks = [threads.submit(_find_changed, task) for task in tasks]
             try:

@@ -18,6 +18,7 @@ import torch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import WeightState, WeightSyncError
 from enginehouse.errors import EnginehouseError
+from enginehouse.weights.buckets import group_by_bytes
 from enginehouse.weights.reports import Reports
 from enginehouse.weights.staged_source import StagedSource
 from enginehouse.weights.staging import StagedWeights, Version
@@ -112,7 +113,7 @@ async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label:
     staged = StagedSource(source.get("parameters", ()), source.get("directory", ""))
     parts = _split(staged)
     with staged.checked():
-        part = next(parts)
+        part = next(parts, [])
         while part:
             after = next(parts, [])
             await server.load(part, ranks, None, None if after else label, keeps_cache)
@@ -122,12 +123,5 @@ async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label:
 
 def _split(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield weights in parts, as copies, because a tensor is sent with all the memory it is a view of."""
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if part and size + tensor.nbytes > SENT_BYTES:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor.clone()))
-        size += tensor.nbytes
-    yield part
+    for part in group_by_bytes(weights, lambda weight: weight[1].nbytes, SENT_BYTES):
+        yield [(name, tensor.clone()) for name, tensor in part]

@@ -28,7 +28,6 @@ from transport_processes import (
 from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
-from enginehouse.weights import checksums
 from enginehouse.weights.transports import shared_memory
 from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
@@ -51,7 +50,7 @@ def test_two_receiving_processes_get_every_byte_and_nothing_is_left_over(monkeyp
     with started(receive_updates, plan, 0) as one, started(receive_updates, plan, 1) as other:
         assert [pipe.recv() for _, pipe in (one, other)] == ["connected"] * 2
         for version in range(1, UPDATES + 1):
-            monkeypatch.setattr(checksums, "TASK_BYTES", (1, 300, 1 << 22)[version % 3])
+            monkeypatch.setattr(shared_memory, "TASK_BYTES", (1, 300, 1 << 22)[version % 3])
             weights = random_weights(MODEL, version)
             sender.send(version, weights.items(), SECONDS)
             assert [pipe.recv() for _, pipe in (one, other)] == [bytes_of(weights)] * 2

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transport_weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import WeightSyncError, WeightTransport
-from enginehouse.weights import checksums
 from enginehouse.weights.buckets import AHEAD
 from enginehouse.weights.checksums import checksum, copy_with_checksum
 from enginehouse.weights.transports import shared_memory
@@ -334,7 +333,7 @@ def test_shared_memory_writes_parameters_of_a_bucket_at_the_same_time(monkeypatc
         return copy_with_checksum(source, target)
 
     monkeypatch.setattr(shared_memory, "copy_with_checksum", write)
-    monkeypatch.setattr(checksums, "TASK_BYTES", 16)  # of each parameter
+    monkeypatch.setattr(shared_memory, "TASK_BYTES", 16)  # of each parameter
     weights = {"a": torch.ones(4), "b": torch.zeros(4)}
     with Connection(SharedMemoryTransport(), weights) as made:
         (got,), sums = made.transfer(1, weights)

@@ -22,8 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
-from enginehouse.weights.buckets import AHEAD, check_announced
-from enginehouse.weights.checksums import THREADS, checksum, checksums, copy_with_checksum, group_by_bytes
+from enginehouse.weights.buckets import AHEAD, check_announced, group_by_bytes
+from enginehouse.weights.checksums import TASK_BYTES, THREADS, checksum, checksums, copy_with_checksum
 from enginehouse.weights.parts import as_slices, part_name, parts_of, shape_of, share_parts
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
@@ -123,7 +123,7 @@ class SharedMemorySender(Sender, ABC):
         with ThreadPoolExecutor(THREADS, "weights") as threads:
             for bucket in range(count):
                 writing.append([])
-                for task in group_by_bytes(find_parts(bucket), lambda part: part[1].nbytes):
+                for task in group_by_bytes(find_parts(bucket), lambda part: part[1].nbytes, TASK_BYTES):
                     writing[-1].append(threads.submit(_write_all, task))
                 if len(writing) > AHEAD:
                     finish_oldest(bucket - AHEAD)
